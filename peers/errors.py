@@ -1,4 +1,4 @@
-"""All error classes. Every error that a user can meet says its cause and a remedy.
+"""The error classes of all packages. The message of an error that a user can see says its cause and a remedy.
 
 The class says whose mistake it was, as in h11: `LocalProtocolError` is a bug of this program, `RemoteProtocolError` is
 a peer's fault, and the other errors come from outside (a wrong file, an unreachable address, a full disk).
@@ -31,13 +31,13 @@ class ManifestError(DilocoPeerError):
 
 
 class SwarmUnreachableError(DilocoPeerError):
-    """No bootstrap node answered, or none knows the run."""
+    """A run that cannot be reached: no bootstrap node answers or knows it, or no peer has its state."""
 
     exit_code = 4
 
 
 class LocalNetworkError(DilocoPeerError):
-    """A failure of this machine's side of the network: an address, or libp2p's daemon."""
+    """A failure on this machine's side of the network, such as a bad address, or a failure of libp2p's daemon."""
 
     exit_code = 5
 
@@ -49,20 +49,19 @@ class IdentityFileError(LocalNetworkError):
 
 
 class InUseError(LocalNetworkError):
-    """A port or an identity file that another program on this machine uses, so that a person must choose another
-    one."""
+    """A port or identity file that another program on this machine uses, so that a person must choose another one."""
 
     exit_code = 15
 
 
 class AdmissionError(DilocoPeerError):
-    """A run by invitation that refuses this machine: its ticket is missing, expired, revoked or for another peer."""
+    """A refusal by a run by invitation, since this machine's ticket is missing, expired, revoked or another peer's."""
 
     exit_code = 13
 
 
 class CopiedKeyError(DilocoPeerError):
-    """Another machine that takes part in the run with the same key."""
+    """Error: another machine takes part in the run with this machine's key."""
 
     exit_code = 14
 

@@ -41,7 +41,7 @@ class Health:
 
     def __init__(self, clock: Callable[[], float] = now) -> None:
         self._clock = clock
-        # By part: the time of its last sign of life, the time by which the next is due, and the reason if that is late.
+        # By part: the time of its last sign of life, the latest time for the next, and the reason to report without it.
         self._due: dict[str, tuple[float, float, str]] = {}
         self._failures: dict[str, str] = {}
 
@@ -52,7 +52,7 @@ class Health:
         self._due[part] = seen, seen + within, lacking
 
     def failing(self, part: str, reason: str) -> None:
-        """Record that a part fails, until it is `well` or `over`."""
+        """Record that a part fails, until `well` or `over` is called for it."""
         self._failures[part] = reason
 
     def well(self, part: str) -> None:
@@ -108,20 +108,20 @@ HEALTHY = Gauge("diloco_peer_healthy", "1 while /healthz answers 200, else 0")
 BUILD = Info("diloco_peer_build", "Protocol version")
 
 for _gauge in (OUTER_STEP, LINEAGE_TOKENS, LIVE_PEERS, RELAYED_PEERS, UNREACHED_PEERS, LOSS, HELD_OUT_LOSS, KNOWN_RUNS):
-    _gauge.set(math.nan)  # until this process knows the value: 0 would be a value, and the lowest loss
+    _gauge.set(math.nan)  # NaN until the value is known, since 0 would be a value, and for a loss the best
 
 HEALTHY.set_function(lambda: not HEALTH.reasons)
 BUILD.info({"protocol": str(PROTOCOL_VERSION)})
 
 
 def moved(counter: Counter) -> tuple[int, int]:
-    """Return the bytes sent and the bytes received, from a counter with directions."""
+    """Return the bytes sent and the bytes received, from a counter with the label `direction`."""
     samples = [sample for one in counter.collect() for sample in one.samples if sample.name.endswith("_total")]
     counted = {sample.labels["direction"]: sample.value for sample in samples}
     return int(counted.get("sent", 0)), int(counted.get("received", 0))
 
 
-REQUESTS_AT_ONCE = 32  # requests served at once, at most, each by a thread; a scraper needs one
+REQUESTS_AT_ONCE = 32  # maximum number of requests answered at once, each by a thread; a scraper needs one
 REQUEST_BYTES = 1 << 14
 """Maximum bytes of a request that are read. The library would hold six megabytes of its headers."""
 REQUEST_SECONDS = 10.0
@@ -131,8 +131,7 @@ _metrics: Callable[..., Iterable[bytes]] = make_wsgi_app()
 
 
 class MetricsServer:
-    """A server for GET /metrics and /healthz, in a thread of its own, so that it can report that everything else
-    hangs."""
+    """A server for GET /metrics and /healthz, in its own thread, so that it can report that everything else hangs."""
 
     def __init__(self, port: int, host: str = "127.0.0.1") -> None:
         """Start serving, by default for this machine only. Raises: LocalNetworkError if the port is in use."""
@@ -156,8 +155,8 @@ class MetricsServer:
 
 
 class _Server(ThreadingWSGIServer):
-    """A server with a thread for each request, and a limit: above it the oldest request is closed, so that a
-    new one is always served."""
+    """A server with a thread for each request. If there are too many requests, it closes the oldest one, so that a new
+    one is always answered."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -188,16 +187,15 @@ class _SilentHandler(WSGIRequestHandler):
         self.rfile = _Head(self.rfile)
 
     def log_message(self, format: str, *args: object) -> None:
-        """Log nothing for a scrape."""
+        """Log nothing, so that scrapes do not fill the log."""
 
     def get_stderr(self) -> TextIO:
-        """Return the stream for the traceback of a failed request. The traceback is discarded, since strangers could
-        fill the log."""
+        """Return a stream that discards the traceback of a failed request, since strangers could fill the log."""
         return io.StringIO()
 
 
 class _Head(io.BufferedReader):
-    """A reader of the first REQUEST_BYTES bytes of a request; later bytes are not read."""
+    """A reader of a request that reads at most the first REQUEST_BYTES bytes."""
 
     def __init__(self, file: io.BufferedIOBase) -> None:
         super().__init__(file.detach())

@@ -78,17 +78,18 @@ class ProofLimits:
         self._looked_at = Counter[str]()  # number of each sender's checked proofs and late certificates
         self._misled = set[str]()  # senders of false proofs in this cycle
         self._wanted: dict[bytes, None] = {}
-        self._shown: dict[tuple[str, bytes], tuple[int, float]] = {}  # by peer and proof: times shown, time of the last
+        # by peer and proof: number of times shown, time of the last in seconds
+        self._shown: dict[tuple[str, bytes], tuple[int, float]] = {}
 
     def want(self, proofs: Iterable[bytes]) -> None:
-        """Accept the proofs with these digests from any sender. Only the newest WANTED digests are kept."""
+        """Let `is_due` accept the proofs with these digests from any sender. Keep only the newest WANTED digests."""
         self._wanted |= dict.fromkeys(proofs)
         for oldest in list(self._wanted)[:-WANTED]:
             del self._wanted[oldest]
 
     def is_due(self, sender: str, proof: bytes) -> bool:
-        """Return True if this peer should check a sender's proof: always if its digest is wanted; otherwise LOOKED_AT
-        proofs of each sender in a cycle, and none after a false one."""
+        """Return True if this peer should check a proof, given by its digest. A wanted proof is always checked. Of
+        other proofs, LOOKED_AT of each sender are checked in a cycle, and none after a false one."""
         if proof in self._wanted:
             return True
         self._looked_at[sender] += 1
@@ -119,7 +120,6 @@ class Evidence:
     """
 
     def __init__(self, settings: RunSettings, verify: Verify, payloads: Sequence[PayloadKind]) -> None:
-        """Create empty evidence. `payloads` has the payload kind of each fragment, with which proofs are checked."""
         self._verifier = Verifier(settings.run, verify, payloads)
         self._pause = settings.timing.heartbeat_expiry
         self._statements = Statements(self._verifier)
@@ -168,7 +168,7 @@ class Evidence:
         return ours + self._observe_certificate(certificate, before, lineage)
 
     def observe_split(self, one: Branch, other: Branch, lineage: Lineage) -> tuple[Fault, ...]:
-        """Remember the verified votes for the entries at which two branches part. Return the faults that they prove."""
+        """Remember the verified votes where two branches first differ. Return the faults that they prove."""
         faults: tuple[Fault, ...] = ()
         for fragment in sorted(one.certificates.keys() & other.certificates.keys()):
             for branch in (one, other):
@@ -176,8 +176,8 @@ class Evidence:
         return faults
 
     def _observe_certificate(self, certificate: Certificate, log: LogState, lineage: Lineage) -> tuple[Fault, ...]:
-        """Remember the votes and farewells in a certificate. Return the faults that they prove. Votes for a founding
-        prove none, because no entry can name its voters, its own members, for them."""
+        """Remember the votes and farewells in a certificate. Return the faults that they prove. Votes for the run's
+        first entry prove none, because no entry may name its own members, which are the voters."""
         position, faults = log.position, list[Fault]()
         voters = committee(certificate.group, position.head) if certificate.group else log.electors
         for signer in certificate.signers:
@@ -194,7 +194,7 @@ class Evidence:
         return tuple(faults)
 
     def observe_farewell(self, peer: str, leaving: Leaving, lineage: Lineage) -> tuple[Fault, ...]:
-        """Remember a farewell of the voting incarnation; no other counts. Return the faults that it proves."""
+        """Remember a farewell of the incarnation in which the peer votes. Return the faults that it proves."""
         if lineage.log.incarnations.get(peer) != leaving.incarnation:
             return ()
         run, incarnation, index = self._verifier.run, leaving.incarnation, leaving.departure
@@ -207,7 +207,7 @@ class Evidence:
         return self._found(self._statements.farewell(farewell), lineage) if is_known else ()
 
     def observe_average(self, round: Round, average: Averaged, lineage: Lineage) -> tuple[Fault, ...]:
-        """Remember an average, with a verified signature, of a known round. Return the faults that it proves."""
+        """Remember an average whose signature is verified. Return the faults that it proves."""
         if not self._may_matter(average.origin.reducer, round.name.position, lineage):
             return ()
         return self._found(self._statements.average(round, average), lineage)
@@ -219,7 +219,7 @@ class Evidence:
         return self._found(self._statements.commitment(author, commitment), lineage)
 
     def observe_blocks(self, author: Author, chunk: CommittedChunk, lineage: Lineage) -> tuple[Fault, ...]:
-        """Return the fault of a chunk's author, who committed to the chunk although it is no valid contribution."""
+        """Return the fault of a peer that committed to a chunk although the chunk is no valid contribution."""
         if not self._may_matter(author.peer, author.position, lineage):
             return ()
         return self._found(BadContribution(author=author, evidence=chunk), lineage)
@@ -250,7 +250,7 @@ class Evidence:
         return peer in lineage.log.accountable and _is_timely(position, lineage)
 
     def _follow(self, lineage: Lineage) -> None:
-        """Drop evidence that no entry can name any more, and reset the limits, if the log's position is new."""
+        """If the log's position is new, drop evidence that no entry can name any more, and reset the limits."""
         position = lineage.log.position
         if position == self._position:
             return
@@ -270,8 +270,8 @@ class Evidence:
         return any(fault.peer == peer for fault, _ in self._proven.values())
 
     def _found(self, proof: FaultProof | None, lineage: Lineage) -> tuple[Fault, ...]:
-        """Store a proof that this peer itself has found, unless the accused is convicted already, or the position is
-        too old or of another log. Return the newly proven faults."""
+        """Store a proof that this peer itself has found. Ignore it if the accused is already convicted, or if its
+        position is too old or of another log. Return the newly proven faults."""
         if proof is None or self.has_convicted(proof.accused) or not _is_timely(proof.position, lineage):
             return ()
         try:
@@ -286,7 +286,7 @@ class Evidence:
         return self._remember(Known(proof.fault, proof.position, pack(proof)))
 
     def _remember(self, known: Known) -> tuple[Fault, ...]:
-        """Store a checked proof. Return its fault if it is the first against its peer."""
+        """Store a checked proof. Return its fault if it is the first proof against this peer, otherwise nothing."""
         fault, is_first = known.fault, not self.has_convicted(known.fault.peer)
         self._proven[fault.proof] = fault, known.position
         self._proven.move_to_end(fault.proof)
@@ -305,8 +305,8 @@ class Evidence:
         self._proofs.pop(digest, None)
 
     def provable(self, log: LogState, lineage: Lineage, members: Collection[str]) -> tuple[Fault, ...]:
-        """Return the faults that the entry after `log` may name, whose proofs are short enough to show to all members.
-        Members are not named, since the entry needs them; a later entry can name them."""
+        """Return the faults that the entry after `log` may name: their proofs are short enough to show to all members.
+        The entry needs its members, so only a later entry can name their faults."""
         self._follow(lineage)
         faults: dict[str, Fault] = {}
         room = min(SHOWN_TO_EACH, SHOWN_BYTES // max(1, len(members)))
@@ -317,26 +317,26 @@ class Evidence:
         return tuple(faults.values())[:FAULT_LIMIT] if log.closes else ()
 
     def missing_proofs(self, faults: Iterable[Fault], lineage: Lineage) -> tuple[bytes, ...]:
-        """Return the digests of these faults' missing proofs, and accept such proofs from any sender."""
+        """Return the digests of those proofs of `faults` that are missing here, and accept these from any sender."""
         self._follow(lineage)
         missing = tuple(fault.proof for fault in faults if self._proven.get(fault.proof, (None,))[0] != fault)
         self._limits.want(missing)
         return missing
 
     def has(self, faults: Iterable[Fault], lineage: Lineage) -> bool:
-        """Return True if this peer has a proof of each fault that is recent enough for the next entry."""
+        """Return True if this peer has, for each of these faults, a proof that is recent enough for the next entry."""
         return not self.missing_proofs(faults, lineage)
 
     # Showing proofs -------------------------------------------------------------------------------------------
     def behind(self, faults: Iterable[Fault]) -> tuple[Known, ...]:
-        """Return the proofs of these faults whose bytes this peer still has."""
+        """Return the proofs of these faults that this peer still stores; some may be dropped."""
         return tuple(self._proofs[fault.proof] for fault in faults if fault.proof in self._proofs)
 
     def show(
         self, peer: str, faults: Iterable[Fault], position: Position, now: float, again: bool = False
     ) -> tuple[Proof, ...]:
-        """Return the messages that show a peer the proofs of these faults: each proof once in a cycle, and `again`
-        after a pause that doubles each time, for a peer that may not have received it."""
+        """Return messages that show a peer the proofs of these faults, each proof once in a cycle. With `again`, show a
+        proof once more after a pause that doubles each time, because the peer may not have received it."""
         return tuple(
             Proof(position=position, fault=known.fault.kind, proof=known.data)
             for known in self.behind(faults)

@@ -55,7 +55,7 @@ class Verifier:
 
 
 class Signed(NamedTuple):
-    """A statement as bytes, and its peer's signature."""
+    """A statement as bytes, and the signature of the peer that made it."""
 
     text: bytes
     signature: bytes
@@ -91,7 +91,7 @@ class FaultProof(Value):
 
 # Votes -----------------------------------------------------------------------------------------------------------
 class TwoVotes(FaultProof):
-    """A proof by two votes of one peer that no honest voter gives both."""
+    """A proof that a peer gave two votes that no honest voter gives both."""
 
     kind: ClassVar[Kind] = "votes"
     peer: PeerId
@@ -112,7 +112,7 @@ class TwoVotes(FaultProof):
 
 
 class VoteAfterFarewell(FaultProof):
-    """A proof by a peer's farewell from an index on, and a vote of the same incarnation at that index or later."""
+    """A proof that a peer voted after its farewell: in the same incarnation, at the farewell's index or later."""
 
     kind: ClassVar[Kind] = "votes"
     departure: Departure
@@ -153,8 +153,8 @@ def are_exclusive(one: Choice, other: Choice) -> bool:
 
 
 def _breaks_lock(commit: Choice, prepare: Choice) -> bool:
-    """Return True if vote 2 for `commit` forbids vote 1 for `prepare`. A minority's votes forbid none, since they never
-    certify an entry."""
+    """Return True if a voter that gave vote 2 to `commit` must not give vote 1 to `prepare`. A minority's votes forbid
+    nothing, because they never certify an entry."""
     if (commit.phase, prepare.phase) != (Phase.COMMIT, Phase.PREPARE) or commit.alone or prepare.alone:
         return False
     is_later = commit.ballot < prepare.ballot and commit.header != prepare.header
@@ -163,7 +163,7 @@ def _breaks_lock(commit: Choice, prepare: Choice) -> bool:
 
 # The exchange ----------------------------------------------------------------------------------------------------
 class TwoAverages(FaultProof):
-    """A proof by two different averages of one chunk in one round, signed by one reducer."""
+    """A proof that a reducer signed two different averages of one chunk in one round."""
 
     kind: ClassVar[Kind] = "averages"
     round: RoundName
@@ -199,7 +199,7 @@ class TwoAverages(FaultProof):
 
 
 class TwoCommitments(FaultProof):
-    """A proof by two different commitments of one peer to its contribution of one training."""
+    """A proof that a peer made two different commitments to its contribution of one training."""
 
     kind: ClassVar[Kind] = "commitments"
     author: Author
@@ -221,7 +221,7 @@ class TwoCommitments(FaultProof):
 
 
 class BadContribution(FaultProof):
-    """A proof by a committed chunk that no encoder makes, or whose norm differs from the commitment."""
+    """A proof that a peer committed to a chunk that no encoder makes, or to a norm that the chunk does not have."""
 
     kind: ClassVar[Kind] = "contribution"
     author: Author
@@ -248,7 +248,7 @@ PROOFS: tuple[type[FaultProof], ...] = (TwoVotes, VoteAfterFarewell, TwoAverages
 
 
 def read_proof(kind: str, data: bytes) -> FaultProof:
-    """Return the proof of this kind that is packed in `data`. Raises: WireError if `data` is no such proof."""
+    """Unpack a proof of this kind from `data`, and return it. Raises: WireError if `data` is no such proof."""
     reason = f"there are no proofs of the kind {kind!r:.40}"
     for proof in PROOFS:
         if proof.kind == kind:
@@ -261,7 +261,7 @@ def read_proof(kind: str, data: bytes) -> FaultProof:
 
 # Statements -----------------------------------------------------------------------------------------------------
 class SignedChoice(NamedTuple):
-    """A signed vote, without its position and incarnation."""
+    """A vote's choice and signature, without the vote's position and incarnation."""
 
     choice: Choice
     signature: bytes
@@ -275,8 +275,8 @@ class SignedDeparture(NamedTuple):
 
 
 class Statements:
-    """The recent signed statements of peers. Each method but `forget` stores a statement, and returns the proof of a
-    lie that it makes together with earlier ones, or None.
+    """The store of the recent signed statements of peers. Each method except `forget` stores a statement. It returns a
+    proof if the statement and an earlier one together prove a lie; otherwise None.
 
     The votes in certificates are remembered for 64 cycles. So after a fork with two commits, a peer that has seen the
     prepare certificates of the later ballot still has the votes that broke a lock.
@@ -293,9 +293,11 @@ class Statements:
     def vote(
         self, peer: str, position: Position, incarnation: int, vote: SignedChoice, is_checked: bool = False
     ) -> FaultProof | None:
-        """Store a vote, and return the proof that it makes, or None. With `is_checked` the vote is from a certificate
-        with verified signatures, and is stored beyond the limits, unless it is a minority's: a single peer can make
-        such a certificate."""
+        """Store a vote, and return the proof of a lie that it makes with an earlier statement, or None.
+
+        With `is_checked` the vote is from a certificate with verified signatures. It is then stored beyond the limits,
+        except a minority's vote, because a single peer can make a minority's certificate.
+        """
         choice, text = vote.choice, vote.choice.text
         votes = self._votes.get(position, {}).get(peer, {})
         key = incarnation, choice.ballot.order, choice.phase
@@ -324,8 +326,8 @@ class Statements:
             self._drop(next(iter(self._votes)))
 
     def farewell(self, farewell: SignedDeparture) -> FaultProof | None:
-        """Store a farewell, and return the proof that it makes with a stored vote, or None. Of one incarnation's
-        farewells the one with the lowest index is stored."""
+        """Store a farewell, and return the proof of a lie that it makes with a stored vote, or None. If an incarnation
+        has several farewells, only the one with the lowest index is stored."""
         departure, peer = farewell.departure, farewell.departure.peer
         known = self._farewells.get(peer)
         if known and known.departure.incarnation == departure.incarnation and known.departure.index <= departure.index:
@@ -341,7 +343,8 @@ class Statements:
         return None
 
     def average(self, round: Round, average: Averaged) -> FaultProof | None:
-        """Store an average whose signature is verified. Return the proof that it makes with another, or None."""
+        """Store an average whose signature the caller has verified. Return the proof of a lie that it makes with
+        another average, or None."""
         reducer = average.origin.reducer
         incarnation = round.incarnations.get(reducer)
         if incarnation is None or average.chunk >= round.chunks:
@@ -354,8 +357,8 @@ class Statements:
         return TwoAverages(round=round.name, terms=round.terms, incarnation=incarnation, first=first, second=average)
 
     def commitment(self, author: Author, commitment: Commitment) -> FaultProof | None:
-        """Store a commitment, and return the proof that it makes with another one, or None. Peers repeat commitments
-        each second, so only a new one's signature is verified."""
+        """Store a commitment, and return the proof of a lie that it makes with another commitment, or None. Peers
+        repeat commitments each second, so a signature is verified only if the commitment is new."""
         known = self._commitments.get(author.peer, {})
         first = known.get(author)
         if first is not None:

@@ -50,7 +50,7 @@ class Sample:
 
 
 def choose(averages: Sequence[Averaged], members: int, draw: Callable[[], float]) -> Averaged | None:
-    """Return the average to check after a round with this number of members; None to check none.
+    """Choose at random, and return, an average to check after a round with this number of members, or None.
 
     `averages` are those of other members; `draw` returns a number in [0, 1).
     """
@@ -61,7 +61,7 @@ def choose(averages: Sequence[Averaged], members: int, draw: Callable[[], float]
 
 async def is_refuted(sample: Sample, blocked: Blocked, ask: Ask, reduce: Reduce) -> bool:
     """Return True if the average, computed again, differs from the signed one. Return False if a member does not send
-    its blocks, which it may have replaced since, or if averaging them fails, which the reducer should report."""
+    its blocks (it may have replaced them), or if they have no average (the reducer should report that)."""
     chunk, chunking = sample.average.chunk, Chunking(blocked.block_count)
     first, last = chunking.blocks(chunk)
     start, stop = blocked.byte_range(first, last)

@@ -65,19 +65,17 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 CALL = "message"
-CALL_TIMEOUT = 10.0  # seconds for a peer to accept a protocol message, at most
+CALL_TIMEOUT = 10.0  # maximum seconds for a peer to accept a protocol message
 TICK = 0.25  # seconds between two Tick events
-START_BITS = 61  # random bits in the number of one start of this peer; a message has room for 62
-FAREWELL_TIMEOUT = 3.0  # seconds to send the farewell and the last heartbeat, at most
-REFUSALS_LIMIT = 128  # remembered refusals, at most, so that each is logged once
+START_BITS = 61  # random bits in the number that identifies one start of this peer; a message has room for 62
+FAREWELL_TIMEOUT = 3.0  # maximum seconds to send the farewell and the last heartbeat
+REFUSALS_LIMIT = 128  # maximum number of remembered refusals, by which each refusal is logged only once
 READING_BURST, READING_SHARE = 5.0, 0.1
 """Processor seconds for reading one peer's messages: at once, and per second. Peers with neither a lease nor a vote
 share one such allowance."""
 
 
 class _Messenger:
-    """The sender and receiver of one peer's protocol messages."""
-
     def __init__(self, transport: HivemindTransport, host: Driver) -> None:
         self._transport = transport
         self._host = host
@@ -94,7 +92,7 @@ class _Messenger:
             self._host.start(self._send(send.to, self._packer.pack(send.message)))
 
     def farewells(self) -> list[Awaitable[object]]:
-        """Return awaitable calls that send this peer's farewell to all live peers; none if there is no farewell."""
+        """Return calls, to be awaited, that send this peer's farewell to all live peers; none if it has no farewell."""
         peer = self._host.peer
         if peer.goodbye is None:
             return []
@@ -138,8 +136,8 @@ class _Messenger:
 
 
 class _VotesKeeper:
-    """The writer of one peer's voting records, in order. Without a file, each start of the peer is a new
-    incarnation."""
+    """The writer of one peer's voting records to a file, one after another. Without a file, each start of the peer is a
+    new incarnation."""
 
     def __init__(self, file: VotesFile | None, host: Driver) -> None:
         self._file = file
@@ -160,8 +158,7 @@ class _VotesKeeper:
             self._host.handle(VotesNotKept(trouble) if trouble else VotesKept())
 
     async def write(self, record: VotingRecord) -> str:
-        """Write a voting record, after the log entries that it depends on. Return the reason of a failure, otherwise
-        ""."""
+        """Write a voting record after the log entries that it depends on. Return the reason of a failure, or ""."""
         if self._file is None:
             return ""
         await self._host.replication.recorder.finish()
@@ -173,12 +170,12 @@ class _VotesKeeper:
         return ""
 
     def close(self) -> None:
-        """Stop the thread that writes voting records."""
         self._thread.shutdown(wait=False)
 
 
 def _remembered(file: VotesFile | None, run: str, peer: str) -> VotingRecord | None:
-    """Return the voting record of this peer's earlier starts; None if there is no usable record, and log the reason."""
+    """Read the voting record that this peer wrote before it was started again. If there is no usable record, log the
+    reason and return None."""
     if file is None:
         return None
     try:
@@ -214,8 +211,7 @@ def _trouble(effect: Trouble) -> None:
 
 
 class Driver:
-    """The driver of one peer in one run. `run` returns when the peer has left, and raises the error that stopped the
-    peer.
+    """The driver of a peer in a run. `run` returns when the peer has left, and raises the error that stopped the peer.
 
     `entries` is the log, as far as it is on this machine.
     """
@@ -289,7 +285,6 @@ class Driver:
         return self._training.sending
 
     def _table(self) -> EffectTable:
-        """Return the table that maps each effect to its handler."""
         return EffectTable(
             row(effects.Send, self._messenger.send),
             row(effects.KeepVotes, self._votes.keep),
@@ -316,7 +311,8 @@ class Driver:
         try:
             async with asyncio.TaskGroup() as self._tasks:
                 living = self.start(self._live())
-                await self._stopped.wait()  # not a wait for `_live`, which hangs if libp2p's daemon is dead
+                # does not wait for the task `_live`, which may hang if libp2p's daemon is dead
+                await self._stopped.wait()
                 living.cancel()  # no heartbeat or message may follow the farewell
                 await self._say_goodbye()
                 await self.replication.recorder.finish()
@@ -331,7 +327,7 @@ class Driver:
             HEALTH.over("heartbeat")
 
     async def _live(self) -> None:
-        """Serve other peers, and pass the time and the heartbeats to the protocol, until cancelled."""
+        """Answer other peers, and pass the time and the heartbeats to the protocol, until cancelled."""
         for part in (self._messenger, self.rounds, self._scout, self.replication):
             await part.serve()
         async with asyncio.TaskGroup() as clocks:
@@ -345,7 +341,7 @@ class Driver:
             await asyncio.sleep(TICK)
 
     async def _keep_pulse(self) -> None:
-        """Publish this peer's heartbeats, and pass the others' to the protocol, once per heartbeat interval."""
+        """Publish this peer's heartbeat, and pass those of other peers to the protocol, in each heartbeat interval."""
         timing = self.peer.settings.timing
         while True:
             with suppress(TimeoutError):
@@ -373,8 +369,7 @@ class Driver:
         self.handle(LeaveRequested(at_once))
 
     def rest(self) -> None:
-        """Stop expecting training: the run has had its last outer step, and this peer only serves the state to
-        others."""
+        """Expect no more training: the run has had its last outer step, and this peer only sends its state."""
         self._training.rest()
         self.handle(NothingToTrain())
 
@@ -390,14 +385,14 @@ class Driver:
                 waiter.set_result(None)
 
     def start(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
-        """Run a coroutine as a task, which is cancelled when this peer leaves; return the task."""
+        """Run a coroutine as a task, and return the task. The task is cancelled when this peer leaves."""
         task = self._tasks.create_task(work)
         self._running.add(task)
         task.add_done_callback(self._running.discard)
         return task
 
     async def until(self, condition: Callable[[Peer], bool]) -> None:
-        """Wait until a condition on the protocol's state holds, which is checked after every event."""
+        """Wait until a condition on the protocol's state holds. The condition is checked after every event."""
         while not condition(self.peer):
             waiter = asyncio.get_running_loop().create_future()
             self._waiting.append(waiter)

@@ -1,4 +1,4 @@
-"""Sending of a round's chunks: a queue and several streams to each member, and one uplink for all."""
+"""Sending of a round's chunks, with a queue and several streams for each member, and one uplink for all rounds."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ if TYPE_CHECKING:
     from peers.network.transport import HivemindTransport
 
 CHUNKS = "chunks"
-CLOSING_TIME = 5.0  # seconds for a stream to end properly, so that its connection can be used again
-LATE_FLIGHT = 2.0  # multiple of a member's usual answer time after which a chunk is late
-MEMORY = 0.25  # weight of the last chunk in the average answer time
-LATE_CHUNK = 1.5  # multiple of a chunk's expected time after which another stream sends the chunk again
-LEAST_PATIENCE = 1.0  # seconds before another stream sends a chunk again, at least
-PATIENCE = 5.0  # seconds for which a chunk waits for chunks of earlier rounds, at most
-SECONDS_UNDER_WAY = 0.5  # unconfirmed data on all streams together, in seconds of the uplink's rate
+CLOSING_TIME = 5.0  # maximum seconds for a stream to end properly, so that its connection can be used again
+LATE_FLIGHT = 2.0  # a chunk is late after this many times the member's usual answer time
+MEMORY = 0.25  # weight of the last chunk's answer time in the average
+LATE_CHUNK = 1.5  # a chunk is sent again on another stream after this many times the seconds expected for it
+LEAST_PATIENCE = 1.0  # minimum seconds before a chunk is sent again on another stream
+PATIENCE = 5.0  # maximum seconds for which a chunk waits for chunks of earlier rounds
+SECONDS_UNDER_WAY = 0.5  # maximum unconfirmed data on all streams together, in seconds that the uplink needs for it
 LOOK = 0.25  # seconds between two checks for late chunks
-STREAMS = 512  # streams to all members together, at most; but FEWEST to each member in any case
+STREAMS = 512  # maximum number of streams to all members together; but each member has at least FEWEST
 
 
 class StreamHeader(Value):
@@ -45,8 +45,8 @@ class StreamHeader(Value):
 
 @dataclass(frozen=True)
 class _Flight:
-    """A chunk without an answer: the times in seconds of its first and last sending, its last stream, and its number of
-    streams."""
+    """A chunk that was sent but is not answered: the times in seconds of its first and last sending, the last stream
+    that sent it, and the number of streams that sent it."""
 
     first: float
     last: float
@@ -56,8 +56,8 @@ class _Flight:
 
 
 class _Flights:
-    """The unanswered chunks to one member. If TCP waits for a lost packet, one of several connections may stand still
-    for seconds, so another connection sends its chunks again.
+    """The chunks that were sent to one member but are not answered. If TCP waits for a lost packet, one of several
+    connections may stall for seconds, so its chunks are sent again on another connection.
 
     If all chunks take long, none of them hangs. Sending them again would only double the load of a link that is slow or
     shared by many.
@@ -67,7 +67,7 @@ class _Flights:
         self.usual = usual
         """Seconds from sending a chunk until its answer; 0 if unknown."""
         self._clock = clock
-        # The unanswered chunks, by number and True for an average; the one whose last sending is oldest comes first.
+        # The unanswered chunks, by number and True for an average. The one whose last sending is oldest comes first.
         self._flights: dict[tuple[int, bool], _Flight] = {}
 
     def begin(self, send: SendChunk, stream: object) -> None:
@@ -77,7 +77,7 @@ class _Flights:
         self._flights[send.chunk, send.reduced] = _Flight(first, now, stream, times, send)
 
     def end(self, send: SendChunk) -> bool:
-        """Remove an answered chunk. Return True if this is the chunk's first answer."""
+        """Remove an answered chunk. Return True if no answer for this chunk arrived before."""
         flight = self._flights.pop((send.chunk, send.reduced), None)
         if flight is None:
             return False
@@ -94,8 +94,8 @@ class _Flights:
         self._flights = {key: flight for key, flight in self._flights.items() if flight.send.reduced}
 
     def late(self, stream: object, patience: float) -> SendChunk | None:
-        """Return a chunk that another stream sent more than `patience` seconds, and twice the usual answer time, ago;
-        None if there is none. The limit doubles with each stream, so that copies do not fill a slow link.
+        """Return a chunk that another stream sent more than `patience` seconds and LATE_FLIGHT times the usual answer
+        time ago; otherwise None. The limit doubles with each stream, so that copies do not fill a slow link.
 
         The chunk counts as sent on this stream from now on, so that no other stream sends it, too.
         """
@@ -137,8 +137,8 @@ class Uplink:
         metrics.ROUND_BYTES.labels("sent").inc(count)
 
     def under_way(self, streams: int) -> int:
-        """Return the most unconfirmed bytes on each of `streams` streams. Bytes in buffers cannot be recalled for a
-        more urgent chunk, or for an idle stream."""
+        """Return the maximum unconfirmed bytes on each stream if there are `streams` streams. The limit is low, because
+        bytes in buffers cannot be recalled for a more urgent chunk, or for an idle stream."""
         rate = self.meter.rate
         return int(min(BYTES_UNDER_WAY, SECONDS_UNDER_WAY * rate / max(streams, 1))) if rate else BYTES_UNDER_WAY
 
@@ -149,8 +149,8 @@ class Uplink:
         return max(LEAST_PATIENCE, LATE_CHUNK * (SECONDS_UNDER_WAY + streams * chunk / rate)) if rate else math.inf
 
     async def turn(self, sending: Outgoing, to: str) -> None:
-        """Wait until no earlier round has chunks to send to a member. After PATIENCE seconds, mark the earlier rounds
-        that still have some as hanging, and return."""
+        """Wait until no earlier round has chunks to send to a member. If some still have after PATIENCE seconds, mark
+        these rounds as hanging, and return."""
         try:
             async with asyncio.timeout(PATIENCE):
                 while self._earlier(sending, to):
@@ -171,8 +171,8 @@ class Uplink:
 
 
 class Outgoing:
-    """The sender of one fragment's chunks. After a round, until the next begins, it sends the averages that members
-    still miss: most members decide a round, and the slowest need its payload, too."""
+    """The sender of one fragment's chunks. After a round, until the next begins, it still sends averages to members
+    that miss some, because a round can be decided before the slowest members have its payload."""
 
     def __init__(self, transport: HivemindTransport, buffers: PayloadBuffers, host: Driver, uplink: Uplink) -> None:
         self._transport = transport
@@ -196,7 +196,8 @@ class Outgoing:
         self._uplink.begin_round(self, others)
 
     def tidy(self, present: RoundName | None) -> None:
-        """Stop sending for any round except `present`; of a finished round, only averages are still sent."""
+        """Stop sending for any round except `present`. If this peer has the payload of the round before, still send
+        that round's averages."""
         if self._round is None or self._round == present:
             return
         if not self._is_over:
@@ -212,14 +213,13 @@ class Outgoing:
         self._uplink.moved()
 
     def _end(self) -> None:
-        """Stop sending for the current round, and end its streams."""
         for peer in list(self._senders):
             self._end_streams_to(peer)
         self._round = None
         self._uplink.end_round(self)
 
     def _end_streams_to(self, peer: str) -> None:
-        """Drop the chunks that wait for a member, and end its streams within CLOSING_TIME seconds."""
+        """Drop the chunks that wait for a member, and end the streams to it within CLOSING_TIME seconds."""
         queue = self._queues.pop(peer)
         while not queue.empty():
             queue.get_nowait()
@@ -281,8 +281,8 @@ class Outgoing:
     async def _next(
         self, to: str, queue: asyncio.Queue[SendChunk | None], flights: _Flights, stream: object
     ) -> SendChunk | None:
-        """Return the next waiting chunk for a stream to send, or if no chunk waits, one that hangs on another stream.
-        Return None to end the stream."""
+        """Wait for a chunk to send on a stream, and return it: the next waiting chunk, or if no chunk waits, one that
+        another stream sent but that is late. Return None to end the stream."""
         while not (self._is_over and queue.empty() and flights.are_answered):
             with suppress(TimeoutError):
                 async with asyncio.timeout(LOOK):
@@ -307,7 +307,6 @@ class Outgoing:
 
     @property
     def _streams(self) -> int:
-        """The number of streams of the current round, to all members."""
         return sum(len(tasks) for tasks in self._senders.values())
 
     def _data(self, send: SendChunk) -> memoryview:
@@ -326,8 +325,7 @@ class Outgoing:
             self._host.handle(ChunksUnsent(send.round_name, send.to, (send.chunk,), send.reduced))
 
     def _widen(self, round_name: RoundName, count: int) -> None:
-        """Open more streams to each member if `count` newly confirmed bytes show that the present streams are too
-        few."""
+        """Open more streams to each member if `count` newly confirmed bytes show that the present ones are too few."""
         has_more = any(queue.qsize() for queue in self._queues.values())
         if self._uplink.lanes.passed(count, has_more) and round_name == self._round:
             for peer in list(self._senders):

@@ -45,8 +45,8 @@ class Pulse:
         transport.dht.expect_answers_within(SHARE_FOR_SILENCE * host.peer.settings.timing.heartbeat_expiry)
 
     def known(self) -> Iterator[Event]:
-        """Yield events for the heads that the run's archives have signed, for an amendment that this machine got from
-        the organiser, and, if the peer's lineage is short, for earlier heads of its log."""
+        """Yield events for the heads that the run's archives have signed, for an amendment that this machine received
+        from the organiser, and, if the peer's lineage is short, for earlier heads of its log."""
         run, log, lineage = self._peer.settings.run, self._host.entries, self._peer.lineage
         signed = self._transport.runs.signed_heads_of(run)
         yield SignedHeadsSeen(signed, log.heads_at(signed.indices))

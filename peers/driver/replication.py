@@ -1,5 +1,5 @@
-"""The run's state on this machine: applied entries, records on the disk, fetched snapshots, and copies for other
-peers."""
+"""The run's state on this machine: applying entries, recording them on the disk, fetching snapshots, and sending copies
+to other peers."""
 
 from __future__ import annotations
 
@@ -45,14 +45,13 @@ if TYPE_CHECKING:
     from peers.driver.driver import Driver
 
 logger = logging.getLogger(__name__)
-FINISH_TIMEOUT = 10.0  # seconds to wait until all entries are on the disk, at most
+FINISH_TIMEOUT = 10.0  # maximum seconds to wait until all entries are on the disk
 
 
 class _Recorder:
-    """The writer of entries and payloads to the disk, in order, in the background."""
+    """The writer of entries and payloads to the disk, which works in the background and keeps their order."""
 
     def __init__(self, log: RunLog, transport: PullTransport, buffers: Sequence[PayloadBuffers], host: Driver) -> None:
-        """Create a recorder. `buffers` has one item for each fragment, the memory in which its payloads are kept."""
         self._log = log
         self._transport = transport
         self._buffers = buffers
@@ -65,12 +64,11 @@ class _Recorder:
 
     def add(self, made: Apply, state_digest: bytes | None, payload: ChunkedPayload | None) -> None:
         """Start writing an applied entry with its certificate and proofs. `state_digest` is the digest of the state
-        after the entry's cycle, or None if the cycle has further entries to apply."""
+        after the entry's cycle, or None if other entries of the cycle are still to be applied."""
         self._last = self._host.start(self._add(made, state_digest, payload))
 
     async def keep_payload(self, index: int, payload: ChunkedPayload) -> str:
-        """Write the payload of entry `index`, before this peer votes for it. Return the reason of a failure, otherwise
-        ""."""
+        """Write the payload of entry `index`, before this peer votes for it. Return the reason of a failure, or ""."""
         if self._log.is_on_disk:
             try:
                 await asyncio.to_thread(self._log.keep_payload, index, payload)
@@ -79,7 +77,7 @@ class _Recorder:
         return ""
 
     async def follow(self, chain: Chain, end: int) -> None:
-        """Write the entries of `chain`, the fetched log up to a snapshot, to the disk up to index `end`."""
+        """Write the entries of `chain`, the log fetched with a snapshot, to the disk, up to cycle `end` (exclusive)."""
         async with self._turn:
             try:
                 await asyncio.to_thread(self._log.follow, chain, end)
@@ -110,8 +108,8 @@ class _Recorder:
         self._host.start(self._proofs.fetch(self._donors))
 
     def _note(self, trouble: str, index: int) -> None:
-        """Log once why entries from `index` on are not on the disk; or that they are written again, if `trouble` is
-        empty."""
+        """Log the reason `trouble` why entries from `index` on are not on the disk, but only once. If `trouble` is
+        empty, log that entries are written again."""
         if trouble == self._trouble:
             return
         self._trouble = trouble
@@ -132,7 +130,8 @@ class _Recorder:
 
 
 class Replication:
-    """The workload's θ and momentum, and the entries that led to them. `Driver` explains the callbacks."""
+    """Applies entries to the workload's θ and momentum and records them; serves both to other peers, and fetches them
+    from others. `Driver` explains the callbacks."""
 
     def __init__(
         self,
@@ -145,7 +144,6 @@ class Replication:
         on_entry: Callable[[Header, bytes], None],
         on_snapshot: Callable[[FrozenSnapshot], None],
     ) -> None:
-        """Create the replication of a workload's state. `buffers` holds the payloads of each fragment in memory."""
         self.worker = asyncio.Lock()
         """Held while the workers train, and while another state is fetched, so that they do not train from the old
         state."""
@@ -199,7 +197,7 @@ class Replication:
                 await self._workload.apply(kept.data, *step, amendment=apply.amendment)
             self._applying.discard(header.fragment)
             metrics.ENTRIES_APPLIED.inc()
-            if header.fragment == len(self._buffers) - 1:  # counts tokens once a cycle: all entries have the same
+            if header.fragment == len(self._buffers) - 1:  # count tokens once a cycle: each of its entries has them
                 metrics.TOKENS_COUNTED.inc(header.tokens_of(me))
             self._host.handle(Applied(header))
             state_digest = None
@@ -246,7 +244,7 @@ class Replication:
     async def fetch_snapshot(self, fetch: FetchSnapshot) -> None:
         donors = (fetch.donor, *fetch.others)
         size = self._workload.state_size
-        vouching: Compared  # the comparison with the donor's log, by which the snapshot is checked
+        vouching: Compared  # comparison with the donor's log, by which the snapshot is checked
 
         async def vouch() -> Vouched:
             nonlocal vouching
@@ -255,7 +253,7 @@ class Replication:
             return Vouched(vouching.theirs, trusted_digest, fetch.least)
 
         try:
-            async with self.worker:  # waits until a stopped training has ended
+            async with self.worker:  # waits until cancelled training has ended
                 snapshot = await fetch_snapshot(
                     *(self._transport, donors, self._host.peer.log, fetch.least, vouch, self._storage, size),
                     on_download=self._downloads,
@@ -278,7 +276,8 @@ class Replication:
         self.download = download
 
     async def _vouching(self, fetch: FetchSnapshot) -> Compared:
-        """Return the comparison with the donor's log, up to entries that this peer believes. Raises: LineageError."""
+        """Compare the donor's log with this peer's, and return the result. It has only those of the donor's entries
+        that this peer believes. Raises: LineageError."""
         peer = self._host.peer
         beat = peer.presence.live().get(fetch.donor)
         index = beat.index if beat is not None else fetch.least

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from peers.driver.driver import Driver
     from peers.network.transport import HivemindTransport
 
-REDUCERS = 2  # chunks averaged at once, at most
+REDUCERS = 2  # maximum number of chunks averaged at once
 Shown: TypeAlias = Sequence[tuple[ChunkProof, Blocks] | None]
 
 
@@ -40,12 +40,11 @@ class RoundCosts(NamedTuple):
 
 
 class Rounds:
-    """One peer's rounds, at most one at a time for each fragment."""
+    """The part of the driver that handles the data of rounds, at most one round at a time for each fragment."""
 
     def __init__(
         self, transport: HivemindTransport, workload: Workload, buffers: Sequence[PayloadBuffers], host: Driver
     ) -> None:
-        """Create the rounds. `buffers` holds the blocks and averages of each fragment in memory."""
         self._transport = transport
         self._workload = workload
         self._buffers = buffers
@@ -92,8 +91,8 @@ class Rounds:
                 self._host.handle(event)
 
     async def assemble(self, assemble: AssemblePayload) -> None:
-        """Assemble a round's payload from its chunks, write it to the disk, and report it to the protocol, in call
-        order."""
+        """Assemble a round's payload from its chunks, write it to the disk, and report it to the protocol. Calls are
+        carried out one after another."""
         round_name, exchange = assemble.round_name, self._host.peer.exchange_of(assemble.round_name)
         buffers = self._buffers_of(round_name)
         async with self._assembling:
@@ -108,7 +107,8 @@ class Rounds:
             self._host.start(self._check_an_average(exchange))
 
     async def _check_an_average(self, exchange: Exchange) -> None:
-        """Compute another member's average again, if chance picks this round, and report an error to the protocol."""
+        """Compute another member's average again, if this round is chosen at random. If the average was wrong, report
+        it to the protocol."""
         average = choose(exchange.averages.of_others, len(exchange.contributions.commitments), random.random)
         if average is None:
             return
@@ -129,7 +129,7 @@ class Rounds:
             self._host.handle(AverageRefuted(exchange.name, average.reducer, average.chunk))
 
     def follow(self) -> None:
-        """Release the data of rounds that are over, and mark the link as busy while a round exchanges data."""
+        """Release the data of rounds that are over. Mark the link as busy only while a round exchanges data."""
         peer = self._host.peer
         if peer.is_exchanging:
             self._transport.no_round.rate = self.traffic.rate
@@ -147,7 +147,6 @@ class Rounds:
         self.traffic.tidy(rounds.values())
 
     def _end_clock(self) -> None:
-        """Add the seconds since rounds began to the total, if any round was under way."""
         if self._began_at is not None:
             seconds = now() - self._began_at
             self._began_at = None

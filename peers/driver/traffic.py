@@ -29,19 +29,18 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-ADMISSION_TIMEOUT = 10.0  # seconds that a stream waits for this peer to begin the stream's round, at most
+ADMISSION_TIMEOUT = 10.0  # maximum seconds that a stream waits for this peer to begin the stream's round
 AGAIN = 1800.0  # seconds after which an idle link is measured again
-TRIES = 3  # peers with which the link is measured, at most
+TRIES = 3  # maximum number of peers with which the link is measured
 
 
 class Traffic:
     """The transfer of chunks in the current rounds, at most one for each fragment: it sends this peer's chunks, and
-    receives those that the protocol expects."""
+    receives the chunks that the protocol expects."""
 
     def __init__(
         self, transport: HivemindTransport, workload: Workload, buffers: Sequence[PayloadBuffers], host: Driver
     ) -> None:
-        """Create the traffic of all fragments. `buffers` holds the chunks of each fragment in memory."""
         self.uplink = Uplink()
         self.received_bytes = 0
         """Bytes of chunks from other members, in all rounds."""
@@ -101,7 +100,7 @@ class Traffic:
                 asyncio.get_running_loop().call_later(CLOSING_TIME, self._cut, task, (round_name, peer))
 
     def _cut(self, receiver: asyncio.Task[None], of: tuple[RoundName, str]) -> None:
-        """Cancel the task of an earlier round's stream, unless it already serves another stream on its connection."""
+        """Cancel an earlier round's stream, unless its task already handles another stream on the same connection."""
         if self._receivers.get(receiver) == of:
             receiver.cancel()
 
@@ -114,8 +113,8 @@ class Traffic:
             self._receivers.pop(task, None)
 
     async def _admit(self, sender: str, packed: bytes) -> _StreamArrivals:
-        """Accept a stream once this peer is in the stream's round, and return its receiver. The sender may have begun
-        earlier.
+        """Wait until this peer is in the stream's round, because the sender may have begun earlier. Then accept the
+        stream, and return the receiver of its chunks.
 
         Raises:
             RefusalError: this peer does not enter the round in time, or there are too many streams.
@@ -154,7 +153,7 @@ class Traffic:
 
 
 class _StreamArrivals:
-    """The receiver of one stream's chunks: the header of the announced chunk, and memory for its data."""
+    """The receiver of one stream's chunks. It holds the announced chunk's header, and memory for the chunk's data."""
 
     def __init__(self, traffic: Traffic, sender: str, round_name: RoundName) -> None:
         self._traffic = traffic
@@ -165,7 +164,7 @@ class _StreamArrivals:
         self._spare = bytearray()
 
     def expect(self, header: bytes, length: int) -> bytearray:
-        """Return memory for an announced chunk. Raises: RemoteProtocolError if it is no whole chunk."""
+        """Return memory for an announced chunk. Raises: RemoteProtocolError if `length` is not a whole chunk's."""
         self._header = unpack_from(self._sender, ChunkHeader, header)
         self._admission.check_size(self._sender, self._round, self._header, length)
         self._data = self._spare if len(self._spare) == length else self._buffers.room(length)
@@ -210,8 +209,8 @@ class Scout:
             self._measuring = self._host.start(self._measure(direct))
 
     async def _measure(self, peers: list[str]) -> None:
-        """Measure the link with some of these peers, one after another. Each direction's rate is the median, or the
-        better of two: a peer with a slow link shows only its own rate, and a liar cannot raise the median."""
+        """Measure the link with some of these peers, one after another. For each direction, record the median rate (of
+        two, the better): a peer with a slow link shows only its own rate, and a liar cannot raise the median."""
         rates = list[tuple[float, float]]()
         for peer in random.sample(peers, min(len(peers), TRIES)):
             try:

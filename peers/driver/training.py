@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 FIRST_STEP_LIMIT = 1800.0  # seconds for the first inner step, at most; a compiler may run during it
 STEP_LIMIT = 600.0  # seconds from one inner step to the next, at most
 STUCK = "training has not gone on"
-USUAL_STEPS = 10  # a step may take this many times as long as the longest so far, if that exceeds the limits above
+USUAL_STEPS = 10  # a step may also take this many times as long as the longest so far, if that exceeds the limits above
 
 
 class Sending(NamedTuple):
@@ -45,7 +45,7 @@ class Sending(NamedTuple):
 
 
 class Training:
-    """The training of this peer's workers, one lease at a time."""
+    """The part of the driver that runs the training of this peer's workers, one lease at a time."""
 
     def __init__(
         self,
@@ -85,7 +85,7 @@ class Training:
             self._training.cancel()
 
     async def _run(self, train: Train) -> None:
-        async with self._replication.worker:  # waits until a stopped training has ended
+        async with self._replication.worker:  # waits until cancelled training has ended
             for buffers in self._buffers:
                 await asyncio.to_thread(buffers.prepare)
             trained = await self._watched(train)
@@ -122,7 +122,8 @@ class Training:
         HEALTH.expect("training", max(STEP_LIMIT, USUAL_STEPS * self._longest_step), STUCK)
 
     async def _captured(self, train: Train, fragment: int) -> None:
-        """Quantize a fragment's pseudo-gradient for its round. If no round takes it any more, resume the workers."""
+        """Quantize a fragment's pseudo-gradient, and pass it to the protocol for its round. If no round needs it any
+        more, let the workers continue."""
         root, format = await self._quantize(fragment)
         trained = Trained((), self._planned_tokens(train), self._loss, contribution=root, format=format)
         self._host.handle(Captured(fragment, trained))
@@ -150,8 +151,8 @@ class Training:
         return format
 
     def _planned_tokens(self, train: Train) -> int:
-        """Return the expected tokens of all inner steps of a lease, since a fragment's round begins before most of the
-        steps. If the workers train less than the run's batch, the tokens are proportionally fewer."""
+        """Return the tokens that all inner steps of a lease will train, as expected before most of the steps. They are
+        fewer if the workers train less than the run's batch in a step."""
         settings = self._host.peer.settings
         batch = settings.samples_per_lease // settings.inner_steps
         tokens = min(sample_count(train.samples), train.steps * batch) * settings.tokens_per_sample
@@ -164,7 +165,7 @@ class Training:
         self._step_tokens = progress.step_tokens
         if self._stepped_at is not None:
             self._longest_step = max(self._longest_step, time.monotonic() - self._stepped_at)
-        self._stepped_at = time.monotonic()  # excludes the time in which the machine slept
+        self._stepped_at = time.monotonic()  # this clock excludes the time in which the machine slept
         if self._is_watched:
             self._expect_a_step()
         self._host.handle(TrainingProgress(progress))

@@ -44,8 +44,7 @@ class Phase(IntEnum):
 
 
 class Ballot(Value):
-    """The number of one proposal for an entry: the view, and the attempt of the view's leader. Later ballots are
-    greater."""
+    """The number of one proposal for an entry: view, and attempt of the view's leader. Later ballots are greater."""
 
     view: Count
     attempt: Count
@@ -69,16 +68,19 @@ Group = Annotated[tuple[tuple[PeerId, Count], ...], Field(max_length=MEMBER_LIMI
 
 
 def _phase(plain: object) -> Phase:
-    """Return a phase from the network, 1 or 2. pydantic alone would also accept 1.0 and "1". Raises: ValueError."""
+    """Check that a value from the network is a phase, 1 or 2, and return it. pydantic alone would also accept 1.0 and
+    "1". Raises: ValueError."""
     if type(plain) not in (int, Phase) or plain not in (1, 2):
         raise ValueError("a phase is 1 or 2")
     return Phase(plain)
 
 
 class Choice(Value):
-    """The object of a vote: a header (by its digest), in one ballot and phase. `justify` is the ballot of the prepare
-    certificate that the proposal showed; None without one, and in phase 2. `group` is the digest of the peers of a
-    minority that votes alone; None if the whole run votes."""
+    """The object of a vote: a header, named by its digest, in one ballot and phase.
+
+    `justify` is the ballot of the prepare certificate that the proposal showed; None without one, and in phase 2.
+    `group` is the digest of the peers of a minority that votes alone; None if the whole run votes.
+    """
 
     ballot: Ballot
     phase: Annotated[Phase, PlainValidator(_phase)]
@@ -93,8 +95,7 @@ class Choice(Value):
 
     @property
     def weight(self) -> tuple[bool, int, int]:
-        """The sort key of locks: a choice of the whole run is greater than a minority's; then the later ballot is
-        greater."""
+        """The sort key of locks: the whole run's choices come after a minority's, later ballots after earlier ones."""
         return not self.alone, *self.ballot.order
 
     def text(self, position: Position, incarnation: int) -> bytes:
@@ -104,8 +105,7 @@ class Choice(Value):
 
 
 class Departure(Value):
-    """The statement that a leaving peer signs: in this incarnation it has not voted from entry `index` on, and will
-    not."""
+    """A leaving peer's signed statement: in this incarnation it has not voted from entry `index` on, and will not."""
 
     run: RunId
     peer: PeerId
@@ -118,8 +118,8 @@ class Departure(Value):
 
 
 def digest_of_group(group: Group) -> bytes | None:
-    """Return the digest of a minority's peers, for `Choice.group`; None if `group` is empty, so that the whole run
-    votes."""
+    """Return the digest of a minority's peers, for `Choice.group`. Return None if `group` is empty, because then the
+    whole run votes."""
     return digest_of(pack_plain(group)) if group else None
 
 
@@ -137,14 +137,13 @@ class Electorate:
     quorum: Quorum
 
     def is_enough(self, signers: int, farewells: int = 0) -> bool:
-        """Return True if `signers` votes are a quorum of the voters, not counting the `farewells` voters that have
-        left."""
+        """Return True if `signers` votes are a quorum when `farewells` of the voters have left and do not count."""
         return self.quorum.is_enough(signers, len(self.voters) - farewells)
 
 
 def electorate(log: LogState, header: Header, group: Group = ()) -> Electorate:
-    """Return the voters on a header that follows `log`: those that the log names; for the run's first entry, its own
-    members; for a minority, its `group`, by majority, since members of a header that it takes over may be gone."""
+    """Return the voters on a header that follows `log`: a minority's `group`, which decides by majority; otherwise the
+    voters that the log names, or, for the run's first entry, that entry's members."""
     if group:
         return Electorate(committee(group, header.previous), Quorum.MAJORITY)
     if log.last is not None:
@@ -180,8 +179,8 @@ class Certificate(Value):
 
 @dataclass(frozen=True, order=True)
 class Support:
-    """The strength of an entry's certificate, to compare entries at one position: certified entries are greater, then
-    those with more signatures of the log's voters."""
+    """The strength of an entry's certificate, to compare entries at one position. An entry that a quorum has signed is
+    stronger than others; otherwise the entry with more signatures of the log's voters is stronger."""
 
     is_certified: bool
     signers: int
@@ -233,8 +232,7 @@ def shortened(certificate: Certificate, log: LogState, header: Header) -> Certif
 def prove(
     certificate: Certificate, log: LogState, header: Header, verify: Verify, phase: Phase = Phase.COMMIT
 ) -> Support:
-    """Check that a certificate is valid for this header and phase, and return the entry's support. `log` ends before
-    the entry.
+    """Check that a certificate is valid for this header and phase, and return its support. `log` ends before the entry.
 
     Raises:
         CertificateError: it is of another header or phase, a signature is false, or there are too few.
@@ -267,7 +265,7 @@ def prove(
 
 
 def weigh(certificate: Certificate, log: LogState, header: Header) -> Support:
-    """Return the support that a certificate with checked signatures gives to its entry."""
+    """Return the support that a certificate gives to its entry. The caller must have checked the signatures."""
     voters = electorate(log, header, certificate.group).voters
     signed = [voters[signer.place] for signer in certificate.signers]
     counted = [voter for voter in signed if log.last is None or log.counts(*voter)]

@@ -1,4 +1,4 @@
-"""Consecutive entries of a run, stored and sent in brief: as outcomes, without the data that follows from the log.
+"""Consecutive entries of a run, stored and sent in brief: as outcomes, which omit the data that follows from the log.
 
 A header repeats data that follows from the log: all names, the samples of each peer, and all next leases. With a
 thousand members that is 200 KB. A round decides little of it: which of the expected members are missing, which peers
@@ -33,8 +33,8 @@ HEADER_LIMIT = 1 << 20  # maximum bytes of an entry's packed header or outcome
 
 
 class Turnout(Value):
-    """A roster in brief. Members with a lease and the incarnation that the log expects are ranges [first, last) of
-    places in `LogState.lease_places`. All other members, such as newcomers, are in full.
+    """A roster in brief. A range [first, last) stands for the members at these places in `LogState.lease_places`.
+    Members without a lease, or in another incarnation than the log expects, are in full.
 
     `less` has the members in runs that differ: they trained a beginning of their lease, were absent from some chunks,
     want other samples next, or sent another format. Each one has the places in the roster since the last one, the
@@ -94,9 +94,12 @@ class Turnout(Value):
 
 
 class Outcome(Value):
-    """A fragment's entry in brief, which follows the head `previous`. `state` and `faults` are as in the header. `gone`
-    are the voters that lose their vote, and `amendment` is the one that the entry adds to the log. `leader` is None if
-    the leader of view 0 made the entry."""
+    """A fragment's entry in brief, without the data that follows from the log.
+
+    `previous` is the head before the entry. `state` and `faults` are as in the header. `gone` are the voters that lose
+    their vote, and `amendment` is the one that the entry adds to the log. `leader` is None if the leader of view 0 made
+    the entry.
+    """
 
     previous: Digest
     fragment: Count
@@ -110,13 +113,12 @@ class Outcome(Value):
 
 
 def outcome_of(log: LogState, header: Header) -> Outcome:
-    """Return the outcome of an entry of the log's present cycle. Raises: LogError when the entry does not follow from
-    the log."""
+    """Return the outcome of an entry of the log's present cycle. Raises: LogError when the entry does not follow."""
     return _outcome_of(log.opening(header.fragment), header)
 
 
 def header_of(log: LogState, content: Header | Outcome) -> Header:
-    """Return the header of an entry of the log's present cycle, given as a header or as an outcome.
+    """Return the header of an entry of the log's present cycle. `content` is the header itself, or the entry's outcome.
 
     Raises:
         LogError: the outcome leads to no header. A header is returned unchecked.
@@ -130,15 +132,14 @@ def header_of(log: LogState, content: Header | Outcome) -> Header:
 
 
 def follow(log: LogState, content: Header | Outcome) -> LogState:
-    """Return the log with an entry appended, given as a header or an outcome. Raises: LogError when the entry does not
-    follow."""
+    """Return the log with an entry appended. `content` is the entry's header or its outcome. Raises: LogError when the
+    entry does not follow from the log."""
     return log.append(header_of(log, content))
 
 
 @lru_cache(maxsize=8)
 def _outcome_of(log: LogState, header: Header) -> Outcome:
-    """Return the outcome of an entry. Cached, because a peer sends one entry to all members and writes it to the
-    disk."""
+    """Return the outcome of an entry. Cached, since one entry is sent to all members and written to the disk."""
     log.append(header)
     return Outcome(
         previous=header.previous,
@@ -170,18 +171,20 @@ StretchEntry: TypeAlias = tuple[Annotated[Header | Outcome, Field(union_mode="le
 
 
 class Stretch(Value):
-    """Consecutive entries of whole cycles, as one peer sends them to another, each with its certificate; None if the
-    sender does not know it. Entries of the first cycle are headers, unless the reader is sure to know the log before
-    them."""
+    """Consecutive entries of whole cycles, as one peer sends them to another, each with its certificate (None if the
+    sender does not know it). The first cycle is sent as headers, unless the reader surely knows the log before it."""
 
     contents: Annotated[tuple[StretchEntry, ...], Field(max_length=STRETCH_LIMIT)] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """An entry as a log stores it. `packed` is a packed outcome, or a packed header if the log before the entry is
-    unknown. `digest` is the header's. `state_digest` is the digest of the state after the cycle: only in its closing
-    entry, and None if unknown. `certificate` is packed, since with many members it is larger than the entry."""
+    """An entry as a log stores it: packed, with the digest of its header.
+
+    `packed` is an outcome, or a header if the log before the entry is unknown. `state_digest` is the digest of the
+    state after the cycle: only in its closing entry, and None if unknown. `certificate` is packed, since with many
+    members it is larger than the entry.
+    """
 
     index: int
     digest: bytes
@@ -193,15 +196,14 @@ class Entry:
 
     @classmethod
     def whole(cls, header: Header, state_digest: bytes | None, certificate: Certificate | None = None) -> Entry:
-        """Return an entry with its full header. Raises: LogError when the header has more than HEADER_LIMIT bytes."""
+        """Create an entry from its full header. Raises: LogError when the header has more than HEADER_LIMIT bytes."""
         proof, packed = None if certificate is None else pack(certificate), pack(header)
         if len(packed) > HEADER_LIMIT:
             raise LogError(f"entry {header.index} has {len(packed)} bytes, more than {HEADER_LIMIT}")
         return cls(header.index, header.digest, packed, True, state_digest, proof, header.fragment)
 
     def brief(self, log: LogState, header: Header) -> Entry:
-        """Return the entry with its outcome in place of its header. Raises: LogError when it does not follow from
-        `log`."""
+        """Return this entry in brief, as an outcome. Raises: LogError when it does not follow from `log`."""
         return replace(self, packed=pack(outcome_of(log, header)), is_whole=False)
 
     @property
@@ -215,8 +217,7 @@ class Entry:
         )
 
     def after(self, log: LogState) -> LogState:
-        """Return `log` with this entry appended. If the log before the entry is unknown, its full header is accepted on
-        trust.
+        """Return `log` with this entry appended. If earlier entries are unknown, most of its header cannot be checked.
 
         Raises:
             LogError: the entry does not follow; the message names the most likely cause.
@@ -239,14 +240,15 @@ class Entry:
 
 
 def newest(log: LogState) -> Header:
-    """Return the header of the log's last entry. The log must have entries, each cycle's in the order of fragments."""
+    """Return the header of the log's last entry. The log must have an entry, and each cycle's entries must have been
+    added in the order of fragments."""
     header = log.made[-1] if log.made else log.last
     assert header is not None
     return header
 
 
 def _on_trust(log: LogState, header: Header) -> LogState:
-    """Return `log` with an unchecked entry of its first known cycle, since earlier entries are unknown.
+    """Return `log` with an entry of its first known cycle, mostly unchecked because earlier entries are unknown.
 
     Raises:
         LogError: it is not of one cycle with the entries before it, or names an amendment that is not signed.
@@ -261,15 +263,15 @@ def _on_trust(log: LogState, header: Header) -> LogState:
 
 
 class Chain:
-    """Consecutive entries of one lineage. Those of the first cycle have full headers if the log before them is unknown;
-    all others are outcomes. The last cycle may be incomplete while its entries are added."""
+    """Consecutive entries of one lineage. If the log before them is unknown, the first cycle is stored as full headers;
+    all other entries are outcomes. The last cycle may be incomplete while entries are added."""
 
     def __init__(self, empty_log: LogState) -> None:
         self.entries: list[Entry] = []
         self.end = empty_log
         """The log after the last entry."""
         self.empty_log = empty_log
-        self._frames: dict[int, tuple[bytes, tuple[bytes, ...]]] = {}  # closing header and `LogState.ends`, by cycle
+        self._frames: dict[int, tuple[bytes, tuple[bytes, ...]]] = {}  # packed closing header and `ends`, by cycle
 
     def __len__(self) -> int:
         """Return the number of whole cycles in this chain."""
@@ -277,7 +279,6 @@ class Chain:
 
     @property
     def fragments(self) -> int:
-        """The number of entries in a cycle."""
         return self.empty_log.fragments
 
     @property
@@ -291,13 +292,13 @@ class Chain:
         return self.first + len(self)
 
     def cycles(self, first: int, last: int) -> Sequence[Entry]:
-        """Return the chain's entries in the cycles [first, last), without cycles that the chain does not have."""
+        """Return the entries of the cycles [first, last). Cycles that this chain does not have are left out."""
         start, stop = max(0, first - self.first), max(0, min(last, self.next_index) - self.first)
         return self.entries[start * self.fragments : stop * self.fragments]
 
     def entry(self, index: int, fragment: int | None = None) -> Entry | None:
-        """Return the entry of cycle `index` for this fragment, by default the closing entry; None if the chain has no
-        such cycle."""
+        """Return the entry of cycle `index` for this fragment (if None, the closing entry). Return None if the chain
+        has no such cycle."""
         place = self._place(index, fragment)
         return None if place is None else self.entries[place]
 
@@ -312,8 +313,7 @@ class Chain:
         return cycle_head([entry.digest for entry in cycle]) if cycle else None
 
     def add(self, entry: Entry) -> Entry:
-        """Append the next entry. Return it as stored: as an outcome if possible. Raises: LogError when it does not
-        follow."""
+        """Append an entry. Return it as stored: as an outcome if possible. Raises: LogError when it does not follow."""
         end = entry.after(self.end)
         if entry.is_whole and entry.index == self.end.position.index:
             entry = entry.brief(self.end, newest(end))
@@ -324,8 +324,8 @@ class Chain:
         return entry
 
     def complete(self, entry: Entry) -> bool:
-        """Copy a certificate into the chain's equal entry, and a state digest into the closing entry of its cycle,
-        where the chain has none. Return True if either was copied."""
+        """Add the certificate of `entry` to the chain's copy of that entry, and the state digest to the closing entry
+        of the cycle, where the chain has none yet. Return True if either was added."""
         place, closing = self._place(entry.index, entry.fragment), self._place(entry.index)
         assert place is not None
         assert closing is not None
@@ -358,7 +358,7 @@ class Chain:
         first, last = max(first, self.first), min(last, self.next_index)
         if first >= last:
             return
-        start = first if self.fragments == 1 else first - 1  # frames have only the log after a whole cycle
+        start = first if self.fragments == 1 else first - 1  # `_frames` has logs only after whole cycles
         start -= start % FRAMES
         log = self.empty_log
         if start in self._frames:
@@ -373,9 +373,8 @@ class Chain:
                 yield entry.index, log
 
     def stretch(self, first: int, last: int, is_whole: bool) -> Stretch:
-        """Return the chain's cycles [first, last), as many as a stretch may have; none if the chain does not have
-        `first`. The first cycle is sent as headers if the reader does not know the log before it (`is_whole`), or this
-        chain does not."""
+        """Return as many of the chain's cycles [first, last) as a stretch may have; none if the chain does not have
+        `first`. The first cycle is in headers if the reader (`is_whole`) or this chain lacks the log before it."""
         entries = self.cycles(first, min(last, first + max(1, STRETCH_LIMIT // self.fragments)))
         if not entries or entries[0].index != first:
             return Stretch()
@@ -391,8 +390,8 @@ class Chain:
         return Stretch(contents=tuple(sent))
 
     def led_up_to(self, stretch: Stretch) -> Chain:
-        """Return this chain with earlier entries put before it. Any peer may send them, since the chain's digests prove
-        them.
+        """Return this chain with the earlier entries of `stretch` added at its beginning. Any peer may send such
+        entries, because the chain's digests prove them.
 
         Raises:
             LogError: they do not lead up to the chain, or a signature among them is false.
@@ -422,8 +421,8 @@ class Chain:
 
 
 def _proven(first: Entry, log: LogState) -> Entry:
-    """Return a chain's first entry, without its certificate if that is false, now that the log before the entry is
-    known."""
+    """Return the first entry of a chain, now that the log before it is known. If the entry's certificate is false,
+    return the entry without it."""
     header, certificate = first.content, first.proof
     if certificate is not None and isinstance(header, Header):
         try:

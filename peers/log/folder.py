@@ -1,4 +1,4 @@
-"""The entries of a run that one peer stores: to resume from, to send to other peers, and to read later.
+"""The entries of a run that one peer stores, so that it can resume, send them to other peers, and read them later.
 
 On disk a log is a folder with `entries.jsonl` and `payloads/<index>-<digest>.payload`. Its beginning is missing if the
 peer joined in the middle of the run, and so are payloads that a checkpoint covers. The first line of the file names the
@@ -69,7 +69,6 @@ def _read_first_line(line: bytes) -> LogState:
 
 
 def _entry_line(entry: Entry) -> bytes:
-    """Return an entry's line for entries.jsonl, with bytes in hexadecimal."""
     return _write_line(
         {
             "index": entry.index,
@@ -82,8 +81,7 @@ def _entry_line(entry: Entry) -> bytes:
 
 
 def _read_entry(line: bytes) -> Entry:
-    """Return the entry in a line of entries.jsonl. Raises: LogError unless `_entry_line` has written exactly these
-    bytes."""
+    """Return the entry in a line of entries.jsonl. Raises: LogError unless `_entry_line` has written these bytes."""
     with suppress(ValueError, KeyError, TypeError, RecursionError):
         fields = json.loads(line)
         is_whole = "header" in fields
@@ -103,8 +101,8 @@ def read_chain(
     empty_log: LogState | None = None,
     see: Callable[[Entry, Header, LogState], None] = lambda entry, header, before: None,
 ) -> tuple[Chain, str | None]:
-    """Read the whole cycles of entries.jsonl, up to the first line that is corrupt or does not follow. Return their
-    chain, and an error that names that line; None without one.
+    """Read the whole cycles of entries.jsonl, up to the first line that is corrupt or does not follow from the lines
+    before. Return the cycles as a chain, and an error that names that line (None if all lines are right).
 
     The first cycle may be from the middle of the run; then only its headers vouch for the entries before it.
 
@@ -144,19 +142,18 @@ def read_chain(
 
 
 def payload_path(folder: Path, index: int, digest: bytes) -> Path:
-    """Return the path of an entry's payload, in the folder of payloads, given the entry's index and the payload's
-    digest."""
+    """Return the path of a payload in `folder`, the folder of payloads, given its entry's index and its own digest."""
     return folder / f"{index}-{digest.hex()[:8]}{SUFFIX}"
 
 
 def proof_path(folder: Path, digest: bytes) -> Path:
-    """Return the path of a fault's proof in the log's folder, given the proof's digest."""
+    """Return the path of the proof with this digest. `folder` is the log's folder."""
     return folder / PROOFS / f"{digest.hex()}{PROOF_SUFFIX}"
 
 
 def read_payload(path: Path, block_bytes: int) -> ChunkedPayload:
-    """Return a payload that is mapped from its file, with the digests of its chunks. The caller must check the
-    payload's digest.
+    """Map a payload's file into memory, and return the payload with the digests of its chunks. The caller must check
+    the payload's own digest.
 
     Args:
         block_bytes: size of each block of the payload; the last one may be shorter.
@@ -180,8 +177,8 @@ class LogFolderError(DilocoPeerError):
 
 
 class RunLog:
-    """One peer's log: consecutive cycles of one lineage from `first` on, as outcomes (see `Chain`), and entries of a
-    cycle that is still incomplete.
+    """One peer's log: consecutive cycles of one lineage, from cycle `first` on, as outcomes (see `Chain`), and the
+    entries of the cycle that is still incomplete.
 
     This class keeps them in memory, with the newest payloads: `kept_bytes` of them, but at least a few. It keeps no
     proofs.
@@ -192,7 +189,7 @@ class RunLog:
     def __init__(self, empty_log: LogState, kept_bytes: int = KEPT_BYTES) -> None:
         self.empty_log, self._chain = empty_log, Chain(empty_log)
         self._payloads = KeptPayloads(kept_bytes)
-        self._made: dict[int, tuple[Entry, Header]] = {}  # incomplete cycle's entries and headers, by fragment
+        self._made: dict[int, tuple[Entry, Header]] = {}  # entries and headers of the incomplete cycle, by fragment
 
     def __len__(self) -> int:
         return len(self._chain)
@@ -212,24 +209,23 @@ class RunLog:
         return list(self._chain.headers(first, last))
 
     def heads(self, first: int, last: int) -> list[bytes]:
-        """Return the heads of the log after each of this log's cycles in [first, last)."""
+        """Return the head of the log after each cycle in [first, last) that this log has."""
         entries, fragments = self._chain.cycles(first, last), self._chain.fragments
         cycles = (entries[start : start + fragments] for start in range(0, len(entries), fragments))
         return [cycle_head([entry.digest for entry in cycle]) for cycle in cycles]
 
     def faults(self, first: int, last: int) -> list[Fault]:
-        """Return the faults named by this log's entries in the cycles [first, last)."""
+        """Return the faults that this log's entries in the cycles [first, last) name."""
         return [fault for entry in self._chain.cycles(first, last) for fault in entry.content.faults]
 
     def heads_at(self, indices: Iterable[int]) -> dict[int, bytes]:
-        """Return the heads of the log after these numbers of cycles, by number, without those that this log does not
-        have."""
+        """Return the head of the log after each of these numbers of cycles, by number. Unknown heads are left out."""
         found = {index: self._chain.head(index - 1) for index in indices}
         return {index: head for index, head in found.items() if head is not None}
 
     def header_at(self, index: int, fragment: int | None = None) -> Header | None:
-        """Return the header of cycle `index`'s entry for this fragment, by default the closing entry; None if this log
-        has no such cycle."""
+        """Return the header of the entry of cycle `index` for this fragment (if None, the closing entry). Return None
+        if this log has no such cycle."""
         headers = list(self._chain.headers(index, index + 1))
         return headers[-1 if fragment is None else fragment] if headers else None
 
@@ -239,8 +235,8 @@ class RunLog:
         return None if entry is None else entry.state_digest
 
     def certificate_at(self, index: int, fragment: int | None = None) -> Certificate | None:
-        """Return the certificate of cycle `index`'s entry for this fragment, by default of the closing entry; None if
-        this log does not know it."""
+        """Return the certificate of the entry of cycle `index` for this fragment (if None, of the closing entry).
+        Return None if this log does not know it."""
         entry = self._chain.entry(index, fragment)
         return None if entry is None else entry.proof
 
@@ -249,16 +245,16 @@ class RunLog:
         return self._chain.after(index - 1)
 
     def states_after(self, log: LogState) -> Iterator[tuple[Entry, LogState]]:
-        """Yield this log's entries after the end of `log`, each with the log after it; all entries if `log` is empty.
-        Raises: LogError when an entry does not follow."""
+        """Yield the entries of this log that come after the end of `log` (all if `log` is empty), each with the log
+        that ends after it. Raises: LogError when an entry does not follow."""
         place = log.position.index - self.first if log.last else 0
         for entry in self._chain.entries[place:]:
             log = entry.after(log)
             yield entry, log
 
     def lineage(self, end: LogState) -> Lineage:
-        """Return the lineage of a peer whose log ends at `end`, from this log's entries. All certificates are read,
-        since a minority's entry may be old."""
+        """Make the lineage of a peer whose log ends at `end` from this log's entries, and return it. All certificates
+        are read, because a minority's entry may be old."""
         lineage = Lineage(self.empty_log if self.first == 0 else end)
         for index, log in self._chain.states(self.first, end.position.index):
             header = newest(log)
@@ -280,8 +276,8 @@ class RunLog:
         payload: ChunkedPayload | None,
         certificate: Certificate | None = None,
     ) -> None:
-        """Add an applied entry; if this log has the entry, add its certificate and state digest only. `state_digest` is
-        the digest of the state after the entry's cycle, and may be given with any entry of the cycle.
+        """Add an applied entry. If this log already has the entry, add only its certificate and state digest.
+        `state_digest` is the digest of the state after the entry's cycle, and may be given with any entry of the cycle.
 
         A whole cycle of another lineage replaces all cycles from its index on. If the cycle before it is not here, the
         log begins anew with it.
@@ -300,8 +296,7 @@ class RunLog:
                 self.keep_payload(header.index, payload)
 
     def prepend(self, stretch: Stretch) -> None:
-        """Put earlier cycles, which end where this log begins, before it. Any peer may send them, since this log's
-        digests prove them.
+        """Add earlier cycles, which end where this log begins. Any peer may send them: this log's digests prove them.
 
         Raises:
             LogError: they do not lead up to it; nothing is changed.
@@ -312,8 +307,8 @@ class RunLog:
             self._save()
 
     def follow(self, chain: Chain, end: int) -> None:
-        """Replace this log's entries by the checked ones of another peer's log, and end before cycle `end`. Raises:
-        LogFolderError."""
+        """Replace this log's entries by those of `chain`, another peer's log that was checked, up to cycle `end`
+        (exclusive). Raises: LogFolderError."""
         for header in chain.headers(chain.first, end):
             entry = chain.entry(header.index, header.fragment)
             self.append(header, None, None, entry.proof if entry else None)
@@ -322,17 +317,16 @@ class RunLog:
             self._save()
 
     def payload(self, digest: bytes) -> ChunkedPayload | None:
-        """Return the payload with this digest; None if this log does not have it. A payload on the disk is digested,
-        which takes time."""
+        """Return the payload with this digest; None if this log does not have it. This takes time, because a payload on
+        the disk is digested again."""
         return self._payloads.get(digest)
 
     def keep_payload(self, index: int, payload: ChunkedPayload) -> None:
-        """Store the payload of an entry that this peer votes for or has applied. Thread-safe. Raises:
-        LogFolderError."""
+        """Store the payload of an entry voted for or applied by this peer. Thread-safe. Raises: LogFolderError."""
         self._payloads.keep(payload)
 
     def prune(self, before: int) -> None:
-        """Delete from the disk the payloads of entries with an index less than `before`. Raises: LogFolderError."""
+        """Delete the payloads of entries with an index less than `before` from the disk. Raises: LogFolderError."""
 
     def keep_proofs(self, proofs: Iterable[bytes]) -> None:
         """Store the proofs of the faults in an entry's annex, if this log is on a disk. Raises: LogFolderError."""
@@ -346,8 +340,8 @@ class RunLog:
         return None
 
     def _save(self, appended: Sequence[Entry] = ()) -> None:
-        """Write the changed entries to the disk, if this log is on one. Given `appended`, only those entries are new,
-        at the end."""
+        """Write the changed entries to the disk, if this log is on a disk. If `appended` is given, only these entries,
+        at the end, are new."""
 
     def _add(self, entry: Entry, header: Header) -> None:
         known = self._chain.entry(header.index, header.fragment)
@@ -357,15 +351,16 @@ class RunLog:
             if is_known:
                 return
             self._made.clear()
-        self._made[header.fragment] = entry, header  # even if the chain has it: two lineages may split within a cycle
+        # even if the chain has this entry: lineages may split within a cycle
+        self._made[header.fragment] = entry, header
         if len(self._made) == self._chain.fragments:
             made, self._made = [self._made[fragment] for fragment in sorted(self._made)], {}
             if self._chain.head(header.index) != cycle_head([entry.digest for entry, _ in made]):
                 self._add_cycle(header.index, [entry for entry, _ in made], [header for _, header in made])
 
     def _add_cycle(self, index: int, cycle: list[Entry], headers: Sequence[Header]) -> None:
-        """Add the entries of one cycle, in the order of fragments. The closing entry gets the state digest that any of
-        them has."""
+        """Add the entries of one cycle, in the order of fragments. If one of them has the state digest, store it in the
+        closing entry."""
         state_digest = next((entry.state_digest for entry in cycle if entry.state_digest), None)
         cycle = [replace(entry, state_digest=None) for entry in cycle]
         cycle[-1] = replace(cycle[-1], state_digest=state_digest)
@@ -398,7 +393,7 @@ class LogFolder(RunLog):
         self._chain = chain
         self.path = path
         self._block_bytes = block_bytes
-        self._is_behind = False  # True while entries.jsonl has not all entries of the chain
+        self._is_behind = False  # True while entries.jsonl does not have all entries of the chain
         self._keeping = Lock()
 
     @classmethod
@@ -423,15 +418,15 @@ class LogFolder(RunLog):
         return log
 
     def payload(self, digest: bytes) -> ChunkedPayload | None:
-        """Return the payload with this digest from the disk, digested again; None without a valid file. A corrupt file
-        is removed, with a warning."""
+        """Read the payload with this digest from the disk, and check its digest. Return None if there is no valid file.
+        Remove a corrupt file, with a warning."""
         for path in (self.path / PAYLOADS).glob(f"*-{digest.hex()[:8]}{SUFFIX}"):
             try:
                 payload = read_payload(path, self._block_bytes)
                 if payload.digest == digest:
                     return payload
                 path.unlink(missing_ok=True)
-                logger.warning("removed %s: its bytes are not those that its entry names", path)
+                logger.warning("removed %s: its bytes do not have the digest that its entry names", path)
             except OSError as error:
                 logger.warning("cannot read %s: %s", path, error.strerror or error)
         return None
@@ -456,15 +451,15 @@ class LogFolder(RunLog):
         return False
 
     def proof(self, digest: bytes) -> bytes | None:
-        """Return the proof with this digest from the disk; None without a valid file. A corrupt file is removed, with a
-        warning."""
+        """Read the proof with this digest from the disk, and check its digest. Return None if there is no valid file.
+        Remove a corrupt file, with a warning."""
         path = proof_path(self.path, digest)
         try:
             proof = path.read_bytes()
             if digest_of(proof) == digest:
                 return proof
             path.unlink(missing_ok=True)
-            logger.warning("removed %s: its bytes are not those that its entry names", path)
+            logger.warning("removed %s: its bytes do not have the digest that its entry names", path)
         except FileNotFoundError:
             pass
         except OSError as error:
@@ -490,7 +485,7 @@ class LogFolder(RunLog):
                 try:
                     with file.open("ab") as lines:
                         lines.write(b"".join(map(_entry_line, appended)))
-                except OSError:  # remove the part of a line that was written, since it would count as damage
+                except OSError:  # remove the partly written line, since it would count as damage
                     os.truncate(file, before)
                     raise
         self._is_behind = False
@@ -498,7 +493,7 @@ class LogFolder(RunLog):
 
 @contextmanager
 def _usable(folder: Path) -> Iterator[None]:
-    """Raise LogFolderError in place of an OSError raised in the context."""
+    """Replace an OSError that is raised in the context by a LogFolderError."""
     try:
         yield
     except OSError as error:

@@ -25,14 +25,13 @@ STRETCH = 256  # maximum number of cycles that one call of `sign` checks
 
 
 class SignedFileError(DilocoPeerError):
-    """Error: the file with an archive's last signed head cannot be read or written, so that the archive must not sign
-    any more."""
+    """Error: the file with an archive's last signed head cannot be read or written, so the archive must not sign."""
 
     exit_code = 6
 
 
 class CannotSignError(LogError):
-    """A reason why an archive does not sign a log, as the end of a sentence about the log."""
+    """Error: an archive must not sign a log. The message is the end of a sentence about the log."""
 
 
 class HeadSigner:
@@ -49,8 +48,7 @@ class HeadSigner:
         """The furthest head that this archive has signed, as far as this machine knows."""
 
     def sign(self, log: RunLog, known: SignedHeads) -> SignedHead | None:
-        """Sign the newest head of `log` that this archive may sign, and return it. Return None if there is nothing new
-        to sign.
+        """Sign the newest head of `log` that this archive may sign, and return it; None if nothing new can be signed.
 
         One call checks a limited number of entries, so many entries take several calls. If another archive has signed a
         different head at an index of this log, this archive signs its own head at that index, to show that the two keys
@@ -71,7 +69,7 @@ class HeadSigner:
         elif other is None:
             return None
         signed = SignedHead.sign(self._run, wanted, log.heads_at([wanted])[wanted], self._me, self._keys)
-        if self.last is None or signed.index > self.last.index:  # earlier heads follow from the newest one
+        if self.last is None or signed.index > self.last.index:  # store only the newest head, which implies the others
             self._write(signed)
             self.last = signed
         return signed
@@ -90,13 +88,13 @@ class HeadSigner:
             return
         if (other := known.contradiction(heads)) is not None:
             raise CannotSignError(f"the archive {other.archive} has signed another outer step {other.index}")
-        # the signed head may be of another lineage
+        # the log may not contain the newest signed head, because it may be of another lineage
         if (newest := known.newest) is not None and newest.index > log.next_index:
             raise CannotSignError(f"it ends before outer step {newest.index}, which {newest.archive} has signed")
 
     def _certified_until(self, log: RunLog, first: int, last: int) -> int:
-        """Return the index up to which the entries of `log` from `first` on are certified, at most `last`. Raises:
-        CannotSignError when not even entry `first` is certified."""
+        """Check the certificates of entries from cycle `first` on, at most up to `last`. Return the index up to which
+        all entries are certified. Raises: CannotSignError when not even entry `first` is certified."""
         before = log.log_after(first)
         if before is None:
             raise CannotSignError(f"its entries before {first} are missing here")

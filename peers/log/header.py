@@ -66,8 +66,8 @@ class Member(Value):
 
 
 class Assignment(Value):
-    """A lease: the samples that a peer trains next. `since` is the index of the entry that gave the lease, the last
-    entry with the peer in its roster.
+    """A lease: the samples that a peer trains next. `since` is the index of the entry that gave the lease, which is the
+    last entry that has the peer in its roster.
 
     A peer that misses entries keeps its lease for as many entries as the manifest's staleness allows.
     """
@@ -78,15 +78,14 @@ class Assignment(Value):
 
 
 class Tenure(Value):
-    """The number of outer steps with a peer in the roster, counted up to the end of its probation."""
+    """The number of outer steps that have had a peer in their roster, counted up to the end of the peer's probation."""
 
     peer: PeerId
     served: Count
 
 
 class Bystander(Value):
-    """A voter that is not in an entry's roster but votes on the next entry, in the incarnation that the log last named
-    for it."""
+    """A voter outside an entry's roster that votes on the next entry, in the incarnation that the log last named."""
 
     peer: PeerId
     incarnation: Count
@@ -166,7 +165,7 @@ class Header(Value):
 
     @property
     def amendment(self) -> Amendment | None:
-        """The amendment in force from the next cycle on; None if there is none, or the entry closes no cycle."""
+        """The amendment in force from the next cycle on; None if there is none, also if the entry closes no cycle."""
         return self.amendments[-1].amendment if self.amendments else None
 
     def tokens_of(self, peer: str) -> int:
@@ -180,7 +179,7 @@ class Header(Value):
 
 class Position(Value):
     """A place in the log for the next entry of a `fragment`. `index` is the number of closed cycles, and `head` is the
-    digest of the log up to there (before the first entry: the manifest's digest)."""
+    digest of the log at this place (before the first entry: the manifest's digest)."""
 
     index: Count
     head: Digest
@@ -200,12 +199,11 @@ class Position(Value):
 
 
 def cycle_head(entries: Sequence[bytes]) -> bytes:
-    """Return the head of a lineage after a cycle, given the digests of the cycle's entries in the order of
-    fragments."""
+    """Return the head of a lineage after a cycle, given the digests of the cycle's entries in fragment order."""
     return entries[0] if len(entries) == 1 else digest_of(b"".join(entries))
 
 
 def may_be_named(lied_at: int, index: int, exclusion: int) -> bool:
-    """Return True if entry `index` may name a lie about entry `lied_at`: at most FAULT_AGE cycles old, and so recent
-    that an exclusion for it could not have ended yet. Lies about the first entry exclude no peer (R9)."""
+    """Return True if entry `index` may name a lie about entry `lied_at`. The lie must be less than FAULT_AGE cycles
+    old, and an exclusion for it must not be over yet. Lies about the first entry exclude no peer (R9)."""
     return 0 < lied_at <= index < lied_at + min(FAULT_AGE, exclusion)

@@ -1,5 +1,4 @@
-"""Lineages (the recent entries of one peer's log), branches that split off from them, and the better one of two
-branches.
+"""Lineages (recent entries of a peer's log), branches that split off from them, and the better one of two branches.
 
 Without liars no place has two certified entries. So of two branches that split, the one whose first own entry is
 certified is the run's, whatever the other one has trained. Otherwise the better branch is the one with more signatures
@@ -28,17 +27,16 @@ UNSUPPORTED = Support(is_certified=False, signers=0)
 
 
 class Lineage:
-    """The last entries of a peer's log. Of entries before the snapshot that the peer began with, only heads are known:
-    from the peers that vouched for the snapshot, or from the log on this machine (`recall`).
+    """The last entries of a peer's log. Entries before the snapshot with which the peer began are missing: only their
+    heads are known, from the peers that vouched for the snapshot, or from the log on this machine (`recall`).
 
     `doubt` is the newest place in it from which a minority went on, according to the certificates.
     """
 
     def __init__(self, log: LogState) -> None:
-        """Create a lineage without entries that begins at the end of `log`."""
         self.doubt: LogState | None = None
         self._starts: OrderedDict[bytes, LogState] = OrderedDict({log.position.head: log})
-        # the header and certificate of each recent entry, by the head before the entry and its fragment
+        # the header and certificate of each recent entry, by the head before it and its fragment
         self._followers: OrderedDict[tuple[bytes, int], tuple[Header, Certificate | None]] = OrderedDict()
         self._end = log.position.index
         """Number of cycles in the log, up to the last of these heads."""
@@ -65,16 +63,17 @@ class Lineage:
         return next(reversed(self._starts.values()))
 
     def after(self, position: Position) -> tuple[Header, Certificate | None] | None:
-        """Return the header of the entry made at a position, and its certificate; None if it is no recent entry of this
-        lineage."""
+        """Return the header and the certificate of this lineage's entry at a position. Return None if the lineage has
+        no recent entry there."""
         return self._followers.get((position.head, position.fragment))
 
     def start(self, head: bytes) -> LogState | None:
-        """Return the log that ends with this head, if a recent cycle of this lineage begins there; else None."""
+        """Return the log that ends with this head if a recent cycle of this lineage begins there; otherwise None."""
         return self._starts.get(head)
 
     def lacks(self, index: int, head: bytes) -> bool:
-        """Return True if this lineage has another head than `head` after `index` cycles, or has fewer cycles."""
+        """Return True if this lineage's head after `index` cycles is not `head`, or is not made yet. Return False if it
+        is too old to be known."""
         return index >= self.known_from and self.head_at(index) != head
 
     @property
@@ -84,12 +83,12 @@ class Lineage:
 
     @property
     def is_short(self) -> bool:
-        """True if this lineage has room for earlier heads that it does not know."""
+        """True if this lineage does not know some earlier heads, and has room for them."""
         return self.known_from > 1 and len(self._heads) < RECENT_ENTRIES
 
     def recall(self, index: int, heads: Sequence[bytes]) -> None:
-        """Add heads before the first known one. `heads` are of consecutive cycles up to `index` cycles and must end
-        with the first known head; otherwise they are of another lineage and are ignored."""
+        """Add heads of consecutive cycles before the first known head. The last of them, after `index` cycles, must be
+        that head; otherwise they are of another lineage and are ignored."""
         room = RECENT_ENTRIES - len(self._heads)
         leads_here = index == self.known_from and self._heads and heads and heads[-1] == self._heads[0]
         if leads_here and room:
@@ -110,8 +109,8 @@ class Lineage:
         return tuple(self._heads)
 
     def move(self, log: LogState, theirs: Sequence[bytes], doubt: LogState | None = None) -> tuple[Header, ...]:
-        """Replace this lineage by that of a snapshot at the end of `log`, whose newest heads are `theirs`. `doubt` is
-        the newest place of that lineage from which a minority went on alone.
+        """Replace this lineage by another one, which has a snapshot at the end of `log` and whose newest heads are
+        `theirs`. `doubt` is the newest place of that lineage from which a minority went on alone.
 
         Return the entries that this peer gives up: its own, of cycles that are not among `theirs`. Older entries than
         `theirs` reaches may be in both lineages.
@@ -136,8 +135,7 @@ class Lineage:
 
 @dataclass(frozen=True)
 class Branch:
-    """A part of a peer's log, to be compared with another peer's: the entries from `start`, which both logs have, to
-    `end`.
+    """A part of a peer's log, to compare with another log: the entries from `start`, which both logs have, to `end`.
 
     `first` has the entries of the first cycle: by fragment, the digest and the support. `certificates` are theirs, with
     checked signatures. `heads` has the log's head after each cycle, from `start` on, by index. `states` has the digests
@@ -156,8 +154,8 @@ class Branch:
     certificates: Mapping[int, Certificate] = field(default_factory=dict)
 
     def doubt_before(self, index: int, ours: LogState | None = None) -> LogState | None:
-        """Return the log at the last place before `index` from which a minority went on alone; None without one. `ours`
-        is that place in this peer's own log, which the branch shares if it starts later."""
+        """Return the log at the last place before `index` from which a minority went on alone, or None. `ours`, the
+        newest such place in this peer's own log, counts if the branch starts after it."""
         is_in_both = ours is not None and ours.position.index < self.start.position.index
         doubts = (*((ours,) if is_in_both else ()), *self.doubts)
         return next((doubt for doubt in reversed(doubts) if doubt and doubt.position.index < index), None)
@@ -167,7 +165,7 @@ class Branch:
         return self.heads.get(position.index) == position.head
 
     def followed_by(self, other: Branch) -> Branch:
-        """Return this branch up to the start of `other`, followed by `other`."""
+        """Return a branch that consists of this branch up to the start of `other`, and of `other`."""
         if other.start.position.index == self.start.position.index:
             return other
         before = self.until(other.start)
@@ -181,8 +179,8 @@ class Branch:
         )
 
     def preceded_by(self, first: int, heads: Sequence[bytes]) -> Branch:
-        """Return the branch with the earlier ones of `heads` added: those before its start. `first` is the index of the
-        first head."""
+        """Return this branch with heads before its start added: those of `heads` that are earlier. `first` is the index
+        of the first of `heads`."""
         before = {index: head for index, head in enumerate(heads, first) if index < self.start.position.index}
         return replace(self, heads=before | dict(self.heads))
 
@@ -211,8 +209,8 @@ class Branch:
         return self._split(other) is not None
 
     def is_better_than(self, other: Branch, signed: SignedHeads = NOTHING_SIGNED) -> bool:
-        """Return True if a peer on the branch `other` must move to this branch; both have the same start. No peer moves
-        to a branch that contradicts an archive's signature."""
+        """Return True if a peer on the branch `other` must move to this branch. Both must have the same start. No peer
+        moves to a branch that contradicts an archive's signature."""
         fragment = self._split(other)
         if fragment is None:
             is_further = self.end.position.index > other.end.position.index
@@ -221,18 +219,17 @@ class Branch:
         return (ours, *self._weight(fragment)) > (theirs, *other._weight(fragment))
 
     def standing(self, signed: SignedHeads) -> int:
-        """Return the rank that the archives' signed heads give to the branch's own entries: see
+        """Return the rank of the branch by the archives' signatures of heads after its start: see
         `SignedHeads.standing`."""
         return signed.standing(self.heads, self.start.position.index)
 
     def contradiction(self, signed: SignedHeads) -> SignedHead | None:
-        """Return the first head signed by an archive that differs from the branch's head at the same index; None
-        without one."""
+        """Return the first head signed by an archive that differs from the branch's head at the same index; None if
+        there is none."""
         return signed.contradiction(self.heads)
 
     def _split(self, other: Branch) -> int | None:
-        """Return the first fragment whose entries in the first cycle differ between the branches; None if all are
-        equal."""
+        """Return the first fragment whose entries in the first cycle differ between the branches; None if none do."""
         both = sorted(self.first.keys() & other.first.keys())
         return next((one for one in both if self.first[one][0] != other.first[one][0]), None)
 
@@ -245,7 +242,7 @@ class Branch:
 
 
 class Walk:
-    """A check of a branch, entry by entry, including the entries' signatures."""
+    """The checker of a branch, entry by entry, with the signatures of each entry."""
 
     def __init__(self, start: LogState, verify: Verify) -> None:
         self.end = self._start = self.whole = start

@@ -1,4 +1,4 @@
-"""Settings of a run, as its manifest fixes them, and of this peer, as its owner has chosen them."""
+"""Settings of a run that its manifest fixes, and settings of this peer that its owner has chosen."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Timing:
 
 @dataclass(frozen=True)
 class RunSettings:
-    """The settings of one run, and of this peer in it, that the protocol code uses."""
+    """The settings that the protocol code uses: those of one run, and those of this peer in the run."""
 
     run: str
     manifest_digest: bytes

@@ -76,14 +76,13 @@ class Quorum(StrEnum):
 
 @lru_cache(maxsize=16)
 def _grants(pool: SamplePool, samples_per_lease: int) -> dict[int, Lease]:
-    """Return the leases that can be granted to peers without one, by the number of their first sample."""
+    """Return the leases that can be granted to peers without a lease, by the number of each lease's first sample."""
     return {lease[0].start: lease for lease in pool.deal([samples_per_lease] * MEMBER_LIMIT)[0]}
 
 
 @dataclass(frozen=True)
 class LogState:
-    """The log as seen from its end: all that the next entry depends on. Immutable; `append` returns the log with one
-    more entry.
+    """The log as far as the next entry depends on it. Immutable; `append` returns the log with one more entry.
 
     `last` is the closing entry of the last cycle, whose entries have the digests `ends`. `made` are entries of the
     present cycle. The next entry is that of `fragment`; see `of`. `state` is the digest of theta and momentum when the
@@ -117,8 +116,8 @@ class LogState:
         return self if fragment == self.fragment else replace(self, fragment=fragment)
 
     def opening(self, fragment: int) -> LogState:
-        """Return the log without the entries made in the present cycle, since no entry of a cycle follows from another
-        one of it."""
+        """Return the log at the start of the present cycle, with `fragment` as the fragment of the next entry. No entry
+        of a cycle depends on another entry of the same cycle."""
         return replace(self.of(fragment), made=()) if self.made else self.of(fragment)
 
     def in_state(self, digest: bytes) -> LogState:
@@ -127,8 +126,7 @@ class LogState:
 
     @property
     def closes(self) -> bool:
-        """True if the next entry is of the last fragment. Only this closing entry names the trained samples, and gives
-        leases."""
+        """True if the next entry is of the last fragment. Only this closing entry names samples, and gives leases."""
         return self.fragment == self.fragments - 1
 
     def is_closing(self, header: Header) -> bool:
@@ -161,8 +159,8 @@ class LogState:
 
     @cached_property
     def voters(self) -> tuple[str, ...]:
-        """The peers that may vote on the next entry: the last roster without peers on probation, in order, then the
-        bystanders (R12)."""
+        """The peers that may vote on the next entry: those of the last roster that are not on probation, in order, then
+        the bystanders (R12)."""
         if self.last is None:
             return ()
         members = (peer for peer in self.roster if not self.is_on_probation(peer))
@@ -174,14 +172,13 @@ class LogState:
         return {peer: self.incarnations[peer] for peer in self.voters}
 
     def counts(self, peer: str, incarnation: int) -> bool:
-        """Return True if the peer is a voter in this incarnation. In another incarnation it has no memory of its votes
-        (R12)."""
+        """Return True if the peer votes in this incarnation. In another one it does not remember its votes (R12)."""
         return self.voter_incarnations.get(peer) == incarnation
 
     @cached_property
     def electors(self) -> tuple[tuple[str, int], ...]:
-        """The voters that decide on the next entry, as (peer, incarnation): all voters, or a committee of many. Empty
-        before the first entry, on which its own members decide."""
+        """The voters that decide on the next entry, as (peer, incarnation): all voters, or a committee if there are
+        many. Empty before the first entry, on which its own members decide."""
         return committee(tuple(self.voter_incarnations.items()), self.last.previous) if self.last else ()
 
     def is_quorum(self, peers: Collection[tuple[str, int]]) -> bool:
@@ -190,12 +187,12 @@ class LogState:
 
     @cached_property
     def served(self) -> dict[str, int]:
-        """The number of outer steps with each peer in the roster, counted up to the manifest's `probation`."""
+        """The number of outer steps with a peer in the roster, by peer id, counted up to the manifest's `probation`."""
         return {tenure.peer: tenure.served for tenure in self.last.tenures} if self.last else {}
 
     def is_on_probation(self, peer: str) -> bool:
-        """Return True if the peer's tokens do not count and it does not vote yet (R17). Before the first entry no peer
-        is on probation."""
+        """Return True if the peer is on probation: its tokens do not count, and it does not vote yet (R17). Before the
+        first entry no peer is on probation."""
         return self.probation > 0 and self.last is not None and self.served.get(peer, 0) < self.probation
 
     @cached_property
@@ -218,8 +215,8 @@ class LogState:
         return self.ring[view % len(self.ring)] if self.ring else None
 
     def weighed(self, roster: Sequence[Member]) -> tuple[Member, ...]:
-        """Return the roster without the tokens and samples of members on probation, unless all members are on
-        probation."""
+        """Return the roster with the tokens and samples of members on probation removed. If all members are on
+        probation, return it unchanged."""
         new = {member.peer for member in roster if self.is_on_probation(member.peer)}
         if not new or len(new) == len(roster):
             return tuple(roster)
@@ -227,14 +224,13 @@ class LogState:
         return tuple(member.model_copy(update=nothing) if member.peer in new else member for member in roster)
 
     def is_known(self, member: Member) -> bool:
-        """Return True if a member of the next entry does not become a new voter by it: the peer already votes in this
-        incarnation, or is on probation. Founders may become voters, so it is True of all of them."""
+        """Return True if a member of the next entry is no new voter: the peer already votes in this incarnation, or is
+        on probation. Always True before the first entry, since founders may become voters."""
         return self.last is None or self.counts(member.peer, member.incarnation) or self.is_on_probation(member.peer)
 
     @cached_property
     def excluded(self) -> dict[str, int]:
-        """The peers that are excluded from the present cycle for a proven lie, each with the index of the last cycle of
-        its exclusion."""
+        """The peers excluded from the present cycle for a proven lie, each with the last cycle of its exclusion."""
         return {exclusion.peer: exclusion.until for exclusion in self.last.excluded} if self.last else {}
 
     # Amendments ---------------------------------------------------------------------------------------------------
@@ -278,12 +274,12 @@ class LogState:
 
     @cached_property
     def accountable(self) -> frozenset[str]:
-        """The peers that the next entry may name for a fault: those with a lease or a vote."""
+        """The peers whose faults the next entry may name: those with a lease or a vote."""
         return frozenset({*self.leases, *self.voters})
 
     def expected(self, peer: str) -> Member:
-        """Return the member that the log expects in the roster for a peer: with its whole lease trained, or without
-        samples if it has no lease.
+        """Return the member that the log expects for a peer in the next roster: with its whole lease trained, or
+        without samples if the peer has no lease.
 
         Raises:
             LogError: its samples are too many to count.
@@ -301,17 +297,17 @@ class LogState:
 
     @cached_property
     def _before(self) -> dict[str, tuple[int, int]]:
-        """The number of samples wanted, and the format, of each member of the last cycle, by peer id."""
+        """The number of samples wanted by each member of the last cycle, and its contribution's format, by peer id."""
         return {member.peer: (member.wants, member.format) for member in self.last.roster} if self.last else {}
 
     @cached_property
     def grants(self) -> tuple[Lease, ...]:
-        """The leases that a leader can grant at this position to peers without one, in the order of granting. Each has
-        `samples_per_lease` samples, and no two share a sample."""
+        """The leases that a leader can grant at this position to peers without a lease, in the order of granting. Each
+        has `samples_per_lease` samples, and no two share a sample."""
         return tuple(_grants(self.pool, self.samples_per_lease).values())
 
     def lease_of(self, peer: str, samples: Lease) -> Lease:
-        """Return the lease or grant whose first samples are these samples of the peer.
+        """Return the peer's lease, or else the grant, whose first samples are `samples`.
 
         Raises:
             LogError: they begin neither its lease nor a grant. Scattered samples would cost all peers, for ever.
@@ -326,26 +322,24 @@ class LogState:
         return lease
 
     def age(self, peer: str) -> int:
-        """Return the number of cycles that were closed without the peer since it got its lease; 0 for a peer without
-        one."""
+        """Return the number of cycles closed without the peer since it got its lease; 0 for a peer without one."""
         given = self._given_at.get(peer)
         return 0 if given is None else self.position.index - 1 - given
 
     @cached_property
     def _given_at(self) -> dict[str, int]:
-        """The index of the entry that gave each peer its lease, by peer id."""
         return {lease.peer: lease.since for lease in self.last.leases} if self.last else {}
 
     def check_member(self, member: Member) -> None:
-        """Raise LogError if a member is excluded, trained samples of no lease or grant of its own, states more tokens
-        than they have, or wants more samples than a lease has."""
+        """Raise LogError if a member is excluded, has trained samples that are not of its lease or a grant, states more
+        tokens than these samples have, or wants more samples than a lease has."""
         if member.peer in self.excluded:
             raise LogError(f"{member.peer} is excluded up to cycle {self.excluded[member.peer]}")
         self.lease_of(member.peer, member.samples)
         if member.samples and not self.closes:
             raise LogError(f"{member.peer}: only the entry that closes a cycle names trained samples")
         count = sample_count(member.samples)
-        if not self.closes:  # such an entry names no samples: the limit is the lease, or a whole grant
+        if not self.closes:  # the entry names no samples, so the limit is the lease, or a whole grant
             lease = self.leases.get(member.peer)
             count = self.samples_per_lease if lease is None else sample_count(lease)
         tokens = count * self.tokens_per_sample
@@ -355,7 +349,7 @@ class LogState:
             raise LogError(f"{member.peer}: it wants {member.wants} samples; a lease has {self.samples_per_lease}")
 
     def has_trained(self, member: Member) -> bool:
-        """Return True if at least half of the tokens in a member's samples count; otherwise peers train the samples
+        """Return True if at least half of the tokens in a member's samples count; else the samples are trained
         again."""
         return 2 * member.tokens >= sample_count(member.samples) * self.tokens_per_sample
 
@@ -369,8 +363,8 @@ class LogState:
         return tuple(kept[:MEMBER_LIMIT])
 
     def pool_after(self, roster: Sequence[Member], faults: Sequence[Fault] = ()) -> SamplePool:
-        """Return the sample pool after `roster` has trained its samples. Untrained samples of its leases return to the
-        pool, and so do leases that are not kept (`carried`), and samples that peers must train again (`has_trained`).
+        """Return the sample pool after `roster` has trained its samples. Leased samples that were not trained return to
+        the pool, except leases that are kept (`carried`); so do samples that peers must train again (`has_trained`).
 
         Raises:
             LogError: a member trained samples that are not its own, or states more tokens than they have.
@@ -397,26 +391,24 @@ class LogState:
         amendment: Amendment | None = None,
     ) -> Header:
         """Return the only valid next header, given the members, the payload's digest, the leader (None unless the entry
-        closes its cycle), the proven faults, the voters that lose their vote, and the amendment that the entry adds to
-        the log.
+        closes its cycle), the proven faults, the voters that lose their vote, and the amendment to add to the log.
 
         Voters must check that it was the leader's turn, since that depends on the view. Raises: LogError.
         """
         return _next_header(self, tuple(roster), payload, leader, tuple(faults), tuple(gone), amendment)
 
     def gone_in(self, header: Header) -> tuple[str, ...]:
-        """Return the voters that lose their vote by the next entry, with this header."""
+        """Return the voters that lose their vote if the next entry has this header."""
         here = {*header.peers, *(one.peer for one in header.bystanders), *(fault.peer for fault in header.faults)}
         return tuple(peer for peer in self.voters if peer not in here) if self.closes else ()
 
     def append(self, header: Header) -> LogState:
-        """Return the log with the next entry appended. Raises: LogError naming the first field that does not follow
-        from the log."""
+        """Return the log with the next entry appended. Raises: LogError naming the first field that does not follow."""
         return _append(self, header)
 
     def check_next(self, header: Header) -> None:
-        """Raise LogError unless the header may be the next entry of this log's `fragment`, for its `state` if that is
-        known."""
+        """Raise LogError unless the header may be the next entry of this log's `fragment`. If the log's `state` is
+        known, the header must name that state."""
         self.append(header)
         if self.state not in (UNKNOWN_STATE, header.state):
             raise LogError("it is for another state than this peer's")
@@ -424,15 +416,15 @@ class LogState:
             raise LogError(f"it is the entry of fragment {header.fragment}, not of {self.fragment}")
 
     def at(self, header: Header | None, ends: tuple[bytes, ...] = ()) -> LogState:
-        """Return the log after the cycle that `header` closes, unchecked: other peers vouch for a snapshot there.
-        `ends` are the digests of the cycle's entries, which must be given if it has more than one."""
+        """Return the log after the cycle that `header` closes, unchecked, because other peers vouch for a snapshot
+        there. `ends` are the digests of the cycle's entries; they may be omitted if the cycle has one entry."""
         return replace(
             self, last=header, ends=ends or ((header.digest,) if header else ()), made=(), state=UNKNOWN_STATE
         )
 
     def may_end_with(self, header: Header | None, ends: Sequence[bytes]) -> bool:
-        """Return True if `header` may close a cycle whose entries have the digests `ends`; for the empty log both are
-        empty."""
+        """Return True if `header` may close a cycle whose entries have the digests `ends`. For the empty log, `header`
+        must be None and `ends` empty."""
         if header is None:
             return not ends
         is_all = (len(ends) == self.fragments and ends[-1] == header.digest) or (self.fragments == 1 and not ends)
@@ -444,8 +436,7 @@ def _closing(
     log: LogState, roster: tuple[Member, ...], faults: tuple[Fault, ...], gone: tuple[str, ...]
 ) -> dict[str, Any]:
     """Return the header fields that only a closing entry has: the next leases, the pool, the tokens so far, the
-    tenures, the excluded peers, and the bystanders. Cached, since a round needs them when it begins and when its entry
-    is made.
+    tenures, the excluded peers, and the bystanders. Cached, since a round needs them when it begins and when it ends.
 
     Raises:
         LogError: a member trained samples that are not its own.
@@ -464,7 +455,8 @@ def _closing(
     excluded = _exclusions_after(before, faults, index, log.exclusion)
     liars, peers = {one.peer for one in excluded}, [member.peer for member in roster]
     silent = {*peers, *gone, *(fault.peer for fault in faults)}
-    standing_by = [peer for peer in log.voters if peer not in silent][:BYSTANDER_LIMIT]  # last members, then bystanders
+    # members of the last roster come first, then earlier bystanders
+    standing_by = [peer for peer in log.voters if peer not in silent][:BYSTANDER_LIMIT]
     return {
         "leases": (*fresh, *log.carried(roster, faults)),
         "cursor": pool.cursor,
@@ -530,8 +522,7 @@ def _next_header(
 
 @lru_cache(maxsize=8)
 def _append(log: LogState, header: Header) -> LogState:
-    """Return the log with the next entry appended. Cached, since each vote and each message about an entry needs the
-    same result."""
+    """Return the log with the next entry appended. Cached, since each vote or message about an entry needs it."""
     if header.fragment not in log.pending:
         raise LogError(f"entry {header.index}: its fragment does not follow from the log")
     if log.made and header.state != log.made[0].state:
@@ -559,7 +550,7 @@ def _check_gone(gone: Sequence[str], voters: Sequence[str], named: Collection[st
 
 
 def _check_amendment(log: LogState, amendment: Amendment | None) -> None:
-    """Raise LogError unless the next entry may add this amendment to the log, or `amendment` is None."""
+    """Raise LogError if the next entry may not add this amendment to the log. None is always allowed."""
     if amendment is None:
         return
     if not log.closes:
@@ -584,20 +575,20 @@ def _tenures_after(
     is_founding = all(served.get(peer, 0) < probation for peer in roster)
     present = {peer: probation if is_founding else min(probation, served.get(peer, 0) + 1) for peer in roster}
     absent = [tenure for tenure in before if tenure.peer not in present and tenure.peer not in excluded]
-    absent.sort(key=lambda tenure: -tenure.served)  # longest tenures first; of equal ones, the latest members first
+    absent.sort(key=lambda tenure: -tenure.served)  # longest first; of equal tenures, those of the latest members first
     return (*(Tenure(peer=peer, served=steps) for peer, steps in present.items()), *absent[:MEMBER_LIMIT])
 
 
 def take_order(roster: Sequence[str], members: Iterable[str]) -> list[str]:
-    """Return the members in roster order for the next entry: those of the last roster in its order, then newcomers by
-    id."""
+    """Return the members in the order of the next roster: those of the last `roster` first, in its order, then
+    newcomers sorted by id."""
     old = {peer: place for place, peer in enumerate(roster)}
     return sorted(members, key=lambda peer: (old.get(peer, len(old)), peer))
 
 
 def committee(voters: tuple[tuple[str, int], ...], seed: bytes) -> tuple[tuple[str, int], ...]:
-    """Return the voters, or of more than COMMITTEE voters those with the lowest hashes of `seed` and id, in the voters'
-    order. `seed` is the head of two cycles ago, which no leader of the last cycle could choose."""
+    """Return all voters, or if there are more than COMMITTEE, those with the lowest hashes of `seed` and id, in the
+    voters' order. `seed` is the head of two cycles ago, which no leader of the last cycle could choose."""
     if len(voters) <= COMMITTEE:
         return voters
     ranked = sorted(voters, key=lambda voter: digest_of(COMMITTEE_CONTEXT + seed + voter[0].encode()))
@@ -606,8 +597,7 @@ def committee(voters: tuple[tuple[str, int], ...], seed: bytes) -> tuple[tuple[s
 
 
 def _check_annex(faults: Sequence[Fault], known: Collection[str], roster: Collection[str]) -> None:
-    """Raise LogError if an entry's annex names a peer twice, a member of the entry, or a peer with neither lease nor
-    vote.
+    """Raise LogError if an entry's annex names a peer twice, a member of the entry, or a peer without lease and vote.
 
     Only peers with a lease or a vote can be excluded, so that a liar cannot fill the log with peers that it has made
     up. Members of the entry cannot be excluded: a peer that is needed for it is excluded later.
@@ -625,8 +615,8 @@ def _check_annex(faults: Sequence[Fault], known: Collection[str], roster: Collec
 def _exclusions_after(
     before: Iterable[Exclusion], faults: Iterable[Fault], index: int, cycles: int
 ) -> tuple[Exclusion, ...]:
-    """Return the exclusions from the cycle after entry `index`: earlier ones that have not ended, and new ones for
-    `faults`, which last for `cycles` cycles."""
+    """Return the exclusions that hold from the cycle after entry `index` on: earlier ones that have not ended, and new
+    ones for `faults`, which last for `cycles` cycles."""
     still = (exclusion for exclusion in before if exclusion.until > index)
     new = (Exclusion(peer=fault.peer, until=index + cycles) for fault in faults)
     return (*still, *new)[-EXCLUSION_LIMIT:]

@@ -1,5 +1,4 @@
-"""The file `votes` in the log's folder: a peer's record of its own votes, written whole before the peer sends each vote
-(R10).
+"""The file `votes` in the log's folder: a peer's record of its own votes, written whole before it sends a vote (R10).
 
 A copy of the file is no reliable memory of this machine's votes: the machine that it came from may have voted since, or
 this one, if the copy is a backup. So the file names the machine, and itself by its inode and the inode's generation,
@@ -23,7 +22,7 @@ from peers.values.wire import Digest, Value, WireError, digest_of, pack, unpack
 VOTES = "votes"
 MACHINE_ID = Path("/etc/machine-id")
 RECORD_LIMIT = 1 << 24  # maximum bytes of a record; a locked header of 1,000 members has some 200 KB
-ENVELOPE = 128  # maximum bytes in the file besides the record
+ENVELOPE = 128  # maximum bytes in the file in addition to the record
 GET_GENERATION = 0x80087601  # Linux's ioctl FS_IOC_GETVERSION, which ext4, XFS and Btrfs support
 REMEDY = "make room there, or name a folder that this user may write to"
 
@@ -43,12 +42,11 @@ class VotesFile:
     """The file of one peer's votes. Only one process may use it."""
 
     def __init__(self, folder: Path, machine_id: Path = MACHINE_ID) -> None:
-        """Create the object for the file `votes` in `folder`, the folder of the log."""
         self.path = folder / VOTES
         self._machine_id = machine_id
 
     def read(self) -> bytes | None:
-        """Return the record of votes; None if there is no file. Raises: VotesFileError."""
+        """Return the record of votes; None if the file does not exist. Raises: VotesFileError."""
         try:
             with self.path.open("rb") as file:
                 packed, place = file.read(RECORD_LIMIT + ENVELOPE + 1), self._place(file.fileno())

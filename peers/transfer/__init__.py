@@ -1,4 +1,4 @@
-"""Payloads, headers and snapshots, as peers serve and fetch them, and the memory that holds payloads and snapshots.
+"""Sending and fetching of payloads, headers and snapshots, and the memory that holds payloads and snapshots.
 
 Other rooms import:
 averages: Admission, ChunkHeader, ask_for_contributions, average_chunk, serve_contributions

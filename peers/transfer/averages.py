@@ -1,5 +1,4 @@
-"""The chunks of a round: checks of chunks that arrive, and their averaging. Every driver uses this module, so that
-simulations run the deployed code.
+"""Checks that arriving chunks of a round must pass, and the averaging of chunks. Simulated peers run this code, too.
 
 Until it has trained again, each member serves its contribution to the other members of its round. It serves single
 chunks, each with the Merkle path to its commitment, so that others can repeat an average (spot checks).
@@ -34,8 +33,8 @@ if TYPE_CHECKING:
     from peers.protocol.peer import Peer
 
 CONTRIBUTION = "contribution"
-READERS = 4  # maximum number of chunks served at once
-TIMEOUT = 60.0  # seconds for one chunk of a contribution; chunks of rounds are sent first
+READERS = 4  # maximum number of chunks of contributions sent at once
+TIMEOUT = 60.0  # seconds to fetch one chunk of a contribution; long, because chunks of rounds are sent first
 
 
 # Arriving chunks ------------------------------------------------------------------------------------------------------
@@ -67,15 +66,16 @@ class ChunkHeader(Value):
 
 
 class Admitted(NamedTuple):
-    """The decision on a chunk that arrived: the event for the protocol, if any, and `is_taken`, True if the sender need
-    not send the chunk again."""
+    """The decision on a chunk that arrived: the event to hand to the protocol (or None), and `is_taken`, which is True
+    if the sender need not send the chunk again."""
 
     event: ContributionArrived | ReducedArrived | BadBlocks | None
     is_taken: bool
 
 
 class Admission:
-    """Checks of the chunks that arrive at one peer. A chunk that a round waits for is stored in the round's buffers.
+    """The checker of the chunks that arrive at one peer. It stores chunks that a round waits for in the round's
+    buffers.
 
     Any other chunk is not stored, and its sender learns whether to send it again. A wrong chunk is its sender's fault:
     it raises RemoteProtocolError if no honest peer would have announced it, else it gives BadBlocks. The protocol gets
@@ -130,8 +130,8 @@ class Admission:
         return Admitted(ContributionArrived(round_name, sender, chunk), is_taken=True)
 
     def _take_average(self, sender: str, exchange: Exchange, header: ChunkHeader, data: Blocks) -> Admitted:
-        """Store an average that its reducer signed, from any member. Once an average is proposed, only that one is
-        stored."""
+        """Store an average, which any member may send, if the chunk's reducer has signed it. Once the leader has
+        proposed an average of the chunk, store no other."""
         chunk, digest, origin, name = header.chunk, digest_of(data), header.origin, exchange.name
         unsigned = BadBlocks(name, sender, chunk, "its reducer has not signed it", reduced=True)
         if origin is None:
@@ -151,8 +151,8 @@ class Admission:
         return Admitted(ReducedArrived(name, sender, chunk, header.absent, digest, origin, squares), is_taken=True)
 
     def _fault(self, sender: str, exchange: Exchange, header: ChunkHeader, data: bytes | bytearray) -> BadBlocks | None:
-        """Return the fault in a member's blocks; None if they are valid. If the member committed to them, the fault has
-        evidence against it."""
+        """Return the fault in the blocks that a member sent; None if they are valid. The fault contains evidence if the
+        member committed to the blocks and the blocks are short enough."""
         round_name, chunk, proof = exchange.name, header.chunk, header.proof
         if proof is None or not exchange.contributions.has(sender, chunk, digest_of(data), proof):
             return BadBlocks(round_name, sender, chunk, "it has not committed to these blocks")
@@ -213,25 +213,24 @@ def _reduction(
     buffers: PayloadBuffers,
     room: bytearray,
 ) -> Reduction:
-    """Return the input for averaging a chunk: the members' blocks, and memory for the result."""
     first_block, place = buffers.chunking.blocks(reduce.chunk)[0], reduce.round_name.position
     tokens = sum(weight for _, weight in reduce.members)
     return Reduction(contributions, first_block, memoryview(room), tokens, place.fragment, place.index, formats)
 
 
 async def _find_spoiler(average: Average, failing: Reduction) -> int:
-    """Return the index of the first contribution that makes the average fail when added to those before it. The average
-    of all contributions must fail.
+    """Return the index of the first contribution that, added to all contributions before it, makes averaging fail.
+    Averaging all contributions of `failing` must fail.
 
     Bisection finds it: beside a contribution that makes a sum overflow, honest ones are within its rounding.
     """
-    # the first `good` contributions have an average, the first `bad` have none
+    # averaging the first `good` contributions works, averaging the first `bad` fails
     good, bad = 0, len(failing.contributions)
     while bad - good > 1:
         middle = (good + bad) // 2
         tried = replace(failing, contributions=failing.contributions[:middle], formats=failing.formats[:middle])
         try:
-            if any(weight for _, weight in tried.contributions):  # contributions without any weight have no average
+            if any(weight for _, weight in tried.contributions):  # contributions that all have weight 0 have no average
                 await average(tried)
             good = middle
         except (BadBlocksError, DilocoPeerError):
@@ -251,7 +250,7 @@ class ContributionRequest(Value):
 async def serve_contributions(
     transport: PullTransport, run: str, buffers: Sequence[PayloadBuffers], is_member: Callable[[int, str], bool]
 ) -> None:
-    """Serve chunks of this peer's last contributions from now on, to members of the round of the fragment."""
+    """Begin to answer requests by members of a fragment's last round for chunks of this peer's contribution to it."""
     places = Places(READERS, 1)
 
     @asynccontextmanager
@@ -274,8 +273,8 @@ async def serve_contributions(
 async def ask_for_contributions(
     transport: PullTransport, run: str, me: str, own: PayloadBuffers, peers: Mapping[str, int], chunk: int
 ) -> list[tuple[ChunkProof, Blocks] | None]:
-    """Ask these peers at once for a chunk of their contributions, in the format given for each. Return their proofs and
-    blocks in order, None for a peer that gives none. For this peer (`me`) the blocks come from `own`."""
+    """Ask all of `peers`, given the format of each, for a chunk of their contributions. Return their proofs and blocks
+    in order, None for a peer that sends none. Blocks of this peer, `me`, are read from `own`."""
     request = pack(ContributionRequest(run=run, fragment=own.fragment, chunk=chunk))
 
     async def ask(peer: str) -> tuple[ChunkProof, Blocks] | None:

@@ -1,4 +1,4 @@
-"""Memory for the payloads of a round, during the round and afterwards; used by every driver.
+"""Memory for the payloads of a round, during the round and afterwards.
 
 A round of n members needs two payloads and at most (n - 1) / n of a third: our own blocks, the average, and the others'
 blocks for our part until they are averaged. The payloads that are kept for peers that fell behind come on top.
@@ -25,19 +25,17 @@ SPARE_BYTES = 1 << 25  # maximum bytes of chunk memory kept from one round to th
 
 @dataclass
 class _RoundBuffers:
-    """The memory of one round: the members' blocks, and the averages made from them."""
-
     name: RoundName
     average: memoryview
-    is_kept: bool = False  # True once the average is kept as a payload, and must not change
-    digests: dict[int, bytes] = field(default_factory=dict)  # digests of the averaged chunks so far, by chunk
+    is_kept: bool = False  # True once the average is kept as a payload, so that it must not change
+    digests: dict[int, bytes] = field(default_factory=dict)  # digests of the chunks averaged so far, by chunk number
     contributions: defaultdict[int, dict[str, bytes | bytearray]] = field(
         default_factory=lambda: defaultdict(dict)
-    )  # members' blocks, by chunk and sender
+    )  # members' blocks, by chunk number and sender
 
 
 class PayloadBuffers:
-    """One fragment's memory: the blocks of the present round, and the payloads kept from earlier rounds."""
+    """The memory of one fragment's rounds. It stores the present round's blocks, and keeps earlier rounds' payloads."""
 
     def __init__(
         self,
@@ -46,8 +44,8 @@ class PayloadBuffers:
         older: Callable[[bytes], ChunkedPayload | None] = lambda digest: None,
         fragment: int = 0,
     ) -> None:
-        """Create buffers that keep `budget` bytes of payloads. `older` finds a payload that is no longer in memory, by
-        digest."""
+        """Create buffers that keep `budget` bytes of payloads. `older` returns a payload that is no longer in memory,
+        given its digest."""
         self.fragment = fragment
         self._byte_range = blocked.byte_range
         self.chunking = Chunking(blocked.block_count)
@@ -55,14 +53,14 @@ class PayloadBuffers:
         self.size = PayloadSize(self.chunking.count, whole, tuple(thinner))
         self.kept = KeptPayloads(budget)
         self._older = older
-        # older payloads found for other peers, apart, so that they do not push out those that this peer needs
+        # payloads that `older` found, kept apart so that they push no newer payloads out of memory
         self._found = KeptPayloads(0)
         self._finding = Lock()
-        self.own: Blocks = b""  # this peer's last contribution, for this round or a later one
+        self.own: Blocks = b""  # this peer's latest contribution; its round may not have begun yet
         self.own_format = 0
         self.tree: SumTree | None = None  # Merkle tree over the chunks of `own`
         self._round: _RoundBuffers | None = None
-        self._last: _RoundBuffers | None = None  # the round before, if its payload is kept
+        self._last: _RoundBuffers | None = None  # the last round that was closed, if its payload is kept
         self._spare: memoryview | None = None
         self._used: list[bytearray] = []
 
@@ -73,7 +71,7 @@ class PayloadBuffers:
         budget: int = 0,
         older: Callable[[bytes], ChunkedPayload | None] = lambda digest: None,
     ) -> tuple[Self, ...]:
-        """Create the buffers of each fragment, which share `budget` bytes for kept payloads equally."""
+        """Create the buffers of all fragments. Each keeps an equal share of `budget` bytes of payloads."""
         share = budget // len(fragments)
         return tuple(cls(blocked, share, older, fragment) for fragment, blocked in enumerate(fragments))
 
@@ -89,7 +87,7 @@ class PayloadBuffers:
             return payload
 
     def prepare(self) -> None:
-        """Reserve memory for the next round's average now, so that the round need not wait for the system."""
+        """Reserve memory for the next round's average now, because the operating system is slow to provide memory."""
         if self._spare is None:
             spare = empty(self.size.bytes)
             for offset in range(0, self.size.bytes, mmap.PAGESIZE):
@@ -100,21 +98,21 @@ class PayloadBuffers:
         self._round, self._last = _RoundBuffers(name, self.room_for_payload()), None
 
     def room_for_payload(self) -> memoryview:
-        """Return memory for a whole payload: that reserved by `prepare`, if it is unused."""
+        """Return memory for a whole payload: what `prepare` reserved, if it is still unused, or else new memory."""
         spare, self._spare = self._spare, None
         return empty(self.size.bytes) if spare is None else spare
 
     def room_for_fetch(self) -> memoryview:
-        """Return memory for a payload to be fetched, filled with the averages of the open round, which need not be
-        fetched."""
+        """Return memory for a payload that this peer will fetch. It is filled with the averages of the open round, so
+        that correct chunks need not be fetched."""
         room = self.room_for_payload()
         if self._round is not None:
             room[:] = self._round.average
         return room
 
     def close(self) -> None:
-        """End the round, and release its memory, except some chunks for later use. A complete average is served until
-        the next round begins; the memory of an incomplete one is used for the next payload."""
+        """End the round, and release its memory except a few chunks for reuse. A complete average can be read until the
+        next round begins; the memory of an incomplete average is reused for the next payload."""
         current, self._round = self._round, None
         if current is not None and current.is_kept:
             current.contributions.clear()
@@ -127,19 +125,18 @@ class PayloadBuffers:
         return self._round if self._round and self._round.name == name else None
 
     def last(self, name: RoundName) -> _RoundBuffers | None:
-        """Return the round before, if it has this name and all its averages are stored; else None."""
+        """Return the last round that was closed if it has this name and its payload is kept; otherwise None."""
         return self._last if self._last and self._last.name == name else None
 
     def room(self, length: int) -> bytearray:
-        """Return memory for a chunk of `length` bytes: memory of an earlier chunk if possible, since new memory is slow
-        to get."""
+        """Return memory for a chunk of `length` bytes, an earlier chunk's if possible: new memory is slow to get."""
         if self._used and len(self._used[-1]) == length:
             return self._used.pop()
         return bytearray(length)
 
     def release(self, name: RoundName, chunk: int, room: Blocks) -> None:
-        """Mark the memory of a chunk's blocks, and the `room` in which its average was made, for reuse. Callers must
-        not read either any more."""
+        """Mark the memory of a chunk's blocks as reusable, and also `room`, in which their average was computed.
+        Callers must not read either of them any more."""
         size, contributions = self.chunk_length(0), self._open_round(name).contributions.pop(chunk, {})
         used = [room, *contributions.values()]
         self._used += [one for one in used if isinstance(one, bytearray) and len(one) == size]
@@ -163,8 +160,8 @@ class PayloadBuffers:
         return memoryview(self.own)[start:stop]
 
     def proof(self, chunk: int) -> ChunkProof:
-        """Return the proof that this peer's blocks of a chunk belong to its commitment. Raises: KeyError without a
-        commitment."""
+        """Return the proof that this peer's blocks of a chunk belong to its commitment. Raises: KeyError if this peer
+        has not committed to anything yet."""
         if self.tree is None:
             raise KeyError("this peer has committed to nothing yet")
         return ChunkProof(squares=self.tree.squares(chunk), path=self.tree.path(chunk))
@@ -179,7 +176,8 @@ class PayloadBuffers:
         return [(own_blocks if peer == me else arrived[peer], weight) for peer, weight in weights]
 
     def store(self, name: RoundName, chunk: int, data: Blocks, digest: bytes | None = None) -> bytes:
-        """Store an averaged chunk in the round's payload, in place of an earlier average. Return the chunk's digest.
+        """Store the average of a chunk in the round's payload, replacing an earlier average of this chunk. Return the
+        average's digest.
 
         A payload that is kept already is copied first, as a vote may depend on it. Raises: KeyError.
         """
@@ -194,14 +192,15 @@ class PayloadBuffers:
         return current.digests[chunk]
 
     def read(self, name: RoundName, chunk: int, is_averaged: bool) -> memoryview:
-        """Return a chunk of the average, or of this peer's own blocks. Raises: KeyError when the round is over."""
+        """Return a chunk of the round's average (if `is_averaged`), or of this peer's own contribution. Raises:
+        KeyError when the round is over."""
         current = (self.last(name) if is_averaged else None) or self._open_round(name)
         start, stop = self.chunk_bytes(chunk)
         return current.average[start:stop] if is_averaged else self.own_chunk(chunk)
 
     def assemble(self, name: RoundName) -> bytes:
-        """Keep the payload of a round whose averaged chunks are all stored. Return the payload's digest. Raises:
-        KeyError when the round is over, or a chunk is missing."""
+        """Add the round's average to the kept payloads, and return the payload's digest. Raises: KeyError when the
+        round is over, or a chunk of the average is missing."""
         current = self._open_round(name)
         digests = tuple(current.digests[chunk] for chunk in range(self.size.chunks))
         payload = ChunkedPayload(current.average, digests)
@@ -221,7 +220,7 @@ Measure: TypeAlias = Callable[[Blocks, int, int, int], float]
 
 
 def inspection(measure: Measure, buffers: PayloadBuffers) -> Inspect:
-    """Return a function that returns the squared norm of a chunk, and raises BadBlocksError on invalid bytes."""
+    """Return a function that computes a chunk's squared norm, and raises BadBlocksError on invalid bytes."""
 
     def inspect(chunk: int, data: Blocks, format: int = 0) -> float:
         if not buffers.size.has(format):
@@ -234,10 +233,10 @@ def inspection(measure: Measure, buffers: PayloadBuffers) -> Inspect:
 
 
 def offer(own: Blocks, buffers: PayloadBuffers, inspect: Inspect, format: int = 0) -> Sum:
-    """Make `own` this peer's contribution from now on, in a format. Return the root of the Merkle tree over its chunks'
-    digests and squared norms.
+    """Make `own`, a payload in this format, the contribution that this peer sends from now on. Return the root of the
+    Merkle tree over its chunks' digests and squared norms.
 
-    Raises: BadBlocksError when they are no payload.
+    Raises: BadBlocksError when `own` is not a valid payload.
     """
     leaves = list[Sum]()
     for chunk in range(buffers.size.chunks):

@@ -29,10 +29,10 @@ PLACES: Mapping[Reach | None, int] = {Reach.OPEN: 4, Reach.PUNCHED: 4, None: 4, 
 data only where too few direct donors are left, and an unreachable donor is tried only when it is the last one."""
 RANK: Mapping[Reach | None, int] = {Reach.OPEN: 0, Reach.PUNCHED: 0, None: 1, Reach.RELAYED: 2, Reach.NONE: 3}
 MOST = LONGEST  # seconds after which a request to a donor is given up
-# seconds without a range after which another donor is added, and that a new donor is expected to need for its first one
+# seconds without a range after which a donor loses its place; also the seconds expected for a new donor's first range
 SILENT = 10.0
-RANGES = 4  # ranges asked of each donor at once: a link of 1 Gbit/s and 40 ms is not idle between two of 8 MiB
-# pulls served to one peer at once: one more than RANGES, since the server may see late that a pull was given up
+RANGES = 4  # ranges requested from a donor at once, enough for a link of 1 Gbit/s and 40 ms (a range has up to 8 MiB)
+# requests of one peer answered at once: one more than RANGES, since this peer may see late that a request was cancelled
 PULLS = RANGES + 1
 LOOK = 1.0  # seconds between two checks for silent donors
 
@@ -47,18 +47,18 @@ class PullTransport(Protocol):
 
 
 def _best_first(transport: PullTransport, donors: Collection[str]) -> list[str]:
-    """Return the donors sorted by reach: direct ones first, unreachable ones last, otherwise in the given order."""
+    """Return the donors sorted by reach: direct ones first, unreachable ones last. Ties stay in their order."""
     return sorted(donors, key=lambda donor: RANK[transport.reach_of(donor)])
 
 
 def shuffled(transport: PullTransport, donors: Collection[str]) -> list[str]:
-    """Return the donors sorted by reach: direct ones first, unreachable ones last, otherwise in random order."""
+    """Return the donors sorted by reach: direct ones first, unreachable ones last. Ties are in random order."""
     return _best_first(transport, CHANCE.sample(list(donors), len(donors)))
 
 
 def to_ask(transport: PullTransport, donors: Sequence[str], most: int) -> list[str]:
-    """Return at most `most` donors to ask for an offer: the first donor, which leads, then others by reach and at
-    random.
+    """Return at most `most` donors to ask for an offer: the first of `donors`, then the others sorted by reach, in
+    random order where the reach is equal.
 
     Unreachable donors are left out, unless there are no others.
     """
@@ -69,10 +69,8 @@ def to_ask(transport: PullTransport, donors: Sequence[str], most: int) -> list[s
 
 @dataclass(frozen=True)
 class _Request:
-    """A pending request to a donor for one range of chunks."""
-
     donor: str
-    size: int  # bytes of the range
+    size: int  # size of the range in bytes
     at: float  # time of the request on the event loop's clock, in seconds
 
 
@@ -83,7 +81,7 @@ class _DonorPace:
         self._seconds_per_byte: dict[str, float] = {}
 
     def answered(self, request: _Request, now: float) -> None:
-        """Record that a donor has sent a range. The latest range counts as much as all earlier ones together."""
+        """Record that a donor has sent a range. In the pace it counts as much as all earlier ranges together."""
         latest = (now - request.at) / max(1, request.size)
         self._seconds_per_byte[request.donor] = (self._seconds_per_byte.get(request.donor, latest) + latest) / 2
 
@@ -107,8 +105,8 @@ Kept = TypeVar("Kept")
 
 
 def kept_for(transport: PullTransport, kept: Mapping[str, Kept], run: str, sender: str) -> Kept:
-    """Return the data of a run, for a peer that asks for them. Raises: RefusalError when this peer has no such run, or
-    the asking peer is not admitted."""
+    """Return what `kept` has for a run, to answer a request of `sender`. Raises: RefusalError when this peer does not
+    have the run, or `sender` is not admitted to it."""
     if run not in kept:
         raise RefusalError(f"run {run} is not here")
     transport.check_admitted(run, sender)
@@ -121,13 +119,13 @@ class DownloadError(Exception):
 
 @dataclass(frozen=True)
 class Wanted:
-    """The data to fetch: the chunks, and the requests for them."""
+    """A description of the data to fetch: its chunks, and the requests that fetch them."""
 
-    name: str  # name of the pull
+    name: str  # name of the kind of data, such as "payload"
     digests: Sequence[bytes]  # digests of the chunks, in order
-    bounds: Callable[[int, int], tuple[int, int]]  # bytes [start, stop) of the chunks [first, last)
-    request: Callable[[int, int], bytes]  # header of the request for the chunks [first, last)
-    range: int  # maximum chunks in one request
+    bounds: Callable[[int, int], tuple[int, int]]  # returns the byte offsets [start, stop) of the chunks [first, last)
+    request: Callable[[int, int], bytes]  # returns the header of a request for the chunks [first, last)
+    range: int  # maximum number of chunks in one request
 
 
 Range: TypeAlias = tuple[int, int]
@@ -143,12 +141,12 @@ class Download:
         self._wanted = wanted
         self._data = data
         self._missing = deque(_ranges(range(len(wanted.digests)), wanted.range))
-        # the pending requests of each range, by the range; the range asked for first comes first
+        # by range, the pending requests for it; the range that was requested first comes first
         self._asked: dict[Range, dict[asyncio.Task[tuple[bytes, bytearray]], _Request]] = {}
         self._reasons: dict[str, str] = {}  # the reason why each failed donor was given up, by donor
-        # the donor of each worker, by the worker; a worker asks its donor for one range after another
+        # the donor that each worker task asks for one range after another
         self._workers: dict[asyncio.Task[None], str] = {}
-        self._gave_at: dict[str, float] = {}  # when each donor sent its last range, or was first asked
+        self._gave_at: dict[str, float] = {}  # time in seconds of each donor's last range, or of its first request
         self._pace = _DonorPace()
         self._changed = asyncio.Event()
         self._now = asyncio.get_running_loop().time
@@ -160,8 +158,8 @@ class Download:
         return last - first
 
     async def adopt(self) -> int:
-        """Keep the chunks in `data` that an interrupted download has left and whose digests are right. Return their
-        number."""
+        """Check the chunks in `data` that an interrupted download has left, so that only wrong chunks are fetched
+        again. Return the number of right chunks."""
         missing = await asyncio.to_thread(self._wrong_chunks)
         self._missing = deque(_ranges(missing, self._wanted.range))
         return len(self._wanted.digests) - len(missing)
@@ -184,8 +182,8 @@ class Download:
             self._data = memoryview(b"")  # release the data, since tracebacks of failed pulls refer to this object
 
     def _ask_more_of(self, waiting: deque[str]) -> None:
-        """Start workers for as many waiting donors as there are places. Each donor is asked for one range before any
-        donor is asked for a second."""
+        """Start workers for waiting donors while PLACES allows more donors. Each of these donors is asked for one range
+        before any of them is asked for a second."""
         begun: list[str] = []
         while waiting and self._has_place_for(waiting[0], begun):
             begun.append(waiting.popleft())
@@ -198,11 +196,11 @@ class Download:
     def _forget_those_that_ended(self) -> None:
         for worker in [worker for worker in self._workers if worker.done()]:
             del self._workers[worker]
-            worker.result()  # raises the worker's error, which is no donor's fault
+            worker.result()  # raises the worker's error, if any, which no donor has caused
 
     def _has_place_for(self, donor: str, begun: Sequence[str]) -> bool:
-        """Return True if fewer donors are at work than the places for this donor's reach. Silent donors do not count,
-        up to the number of places."""
+        """Return True if fewer donors are at work than PLACES has for this donor's reach. Silent donors do not count as
+        at work, unless there are more of them than places."""
         places, at_work = PLACES[self._transport.reach_of(donor)], set(self._workers.values())
         silent = sum(self._now() - self._gave_at[donor] > SILENT for donor in at_work)
         return len(at_work) + len(begun) - min(silent, places) < places
@@ -220,14 +218,14 @@ class Download:
                 logger.debug("%s", error)
                 workers = sum(other == donor and not worker.done() for worker, other in self._workers.items())
                 if isinstance(error, PeerRefusedError) and workers > 1:
-                    return  # the donor serves fewer pulls at once than it has workers here
+                    return  # the donor answers fewer requests at once than it has workers here, so end only this worker
                 self._reasons[donor] = str(error)
             finally:
                 self._notify()
 
     def _choose(self, donor: str) -> Range | None:
-        """Return a range that no donor was asked for; else one that this donor is expected to send sooner than all
-        donors asked for it; else None."""
+        """Return a range that is not requested yet. If there is none, return a range that this donor is expected to
+        send sooner than every donor that was asked for it; otherwise None."""
         if self._missing:
             return self._missing.popleft()
         now = self._now()
@@ -241,8 +239,8 @@ class Download:
         return None
 
     async def _fetch(self, donor: str, wanted: Range) -> None:
-        """Fetch a range from a donor, unless another donor sends it first. If all requests for the range fail, it is
-        missing again."""
+        """Fetch a range from a donor, unless another donor sends it first. If no request for the range is left, mark it
+        as missing again."""
         start, stop = self._wanted.bounds(*wanted)
         message = self._wanted.request(*wanted)
         request = _Request(donor, stop - start, self._now())
@@ -263,7 +261,7 @@ class Download:
                 self._missing.appendleft(wanted)
 
     def _check(self, donor: str, wanted: Range, chunks: bytearray) -> None:
-        """Raise RemoteProtocolError unless the digests of these chunks are right."""
+        """Raise RemoteProtocolError unless each chunk of a range has the right digest."""
         start, _ = self._wanted.bounds(*wanted)
         for chunk in range(*wanted):
             first, last = self._wanted.bounds(chunk, chunk + 1)
@@ -295,7 +293,7 @@ class Download:
         self._changed = asyncio.Event()
 
     async def _change_or_look(self) -> None:
-        """Wait until a request ends, at most LOOK seconds, and then wake idle workers."""
+        """Wait until a worker reports a change. After LOOK seconds without a change, wake idle workers."""
         try:
             async with asyncio.timeout(LOOK):
                 await self._changed.wait()
@@ -304,7 +302,7 @@ class Download:
 
 
 def _ranges(chunks: Sequence[int], size: int) -> list[Range]:
-    """Return ranges [first, last) of consecutive chunks, each of at most `size` chunks."""
+    """Return the ranges [first, last) of consecutive numbers in `chunks`, each of at most `size` chunks."""
     ranges: list[Range] = []
     for chunk in chunks:
         if ranges and ranges[-1][1] == chunk and chunk - ranges[-1][0] < size:

@@ -78,11 +78,11 @@ class UncertifiedWait:
         index, voters = log.position.index, len(log.electors)
         if self._place != log.position:
             self._place, self._since = log.position, now()
-            logger.info("of %d peers only %d have signed entry %d: waiting for others", voters, support.signers, index)
+            logger.info("of %d peers only %d have signed entry %d: waiting for more", voters, support.signers, index)
         here = [(beat.peer, beat.incarnation) for beat in beats if beat.head == log.position.head]
         if now() - self._since < self._grace or log.is_quorum(here):
             return False
-        logger.info("entry %d is followed, though it is not certified: no quorum has come within the grace", index)
+        logger.info("entry %d is followed without a quorum's signatures, because the partition grace is over", index)
         return True
 
 
@@ -94,8 +94,8 @@ def no_training_peer_error(run: str) -> SwarmUnreachableError:
 
 
 class CannotFollowError(SwarmUnreachableError):
-    """Error: the next entry is not available, or does not fit. To continue, the follower needs a snapshot of outer step
-    `least` or later."""
+    """Error: the next entry is not available, or does not follow from the log. To continue, the follower needs a
+    snapshot of outer step `least` or later."""
 
     def __init__(self, message: str, least: int) -> None:
         super().__init__(message, "Begin again, with a new snapshot.")
@@ -103,13 +103,13 @@ class CannotFollowError(SwarmUnreachableError):
 
 
 class _OtherLineageError(LogError):
-    """Error: an entry of a log that split off from this follower's log."""
+    """Error: an entry does not follow from this follower's log, because the donor's log split off from it."""
 
 
 @dataclass(frozen=True)
 class _Next:
     """The next cycle in a donor's log: the log after the cycle, the cycle's entries with their certificates, and the
-    weakest support of an entry."""
+    support of the entry with the weakest certificate."""
 
     donor: str
     log: LogState
@@ -120,8 +120,8 @@ class _Next:
 async def next_in_log(
     transport: PullTransport, donor: str, log: LogState, signed: SignedHeads, heads: dict[int, bytes]
 ) -> _Next:
-    """Return the next cycle in a donor's log. `heads` are the heads of this follower's log at the indices that archives
-    have signed.
+    """Fetch and return the next cycle in a donor's log. `heads` are the heads of this follower's log at the indices
+    that archives have signed.
 
     Raises: PeerUnreachableError, RemoteProtocolError; LogError, also where it contradicts an archive's signature;
         CertificateError where a signature is false; _OtherLineageError where the donor's log is another.
@@ -149,7 +149,7 @@ class FollowTransport(PullTransport, Protocol):
 
 
 class Donors:
-    """The peers of a run that have its state."""
+    """The finder of donors: peers of a run that have the run's state, so that a follower can fetch it."""
 
     def __init__(self, transport: FollowTransport, log: LogState) -> None:
         """Create an object that finds donors when `live` is called. `log` is the run's log before its first entry."""
@@ -157,11 +157,11 @@ class Donors:
         """Of all peers of the run, from the last call of `live`."""
         self._transport = transport
         self._log = log
-        self._connected: dict[str, tuple[str, ...]] = {}  # addresses at which each peer was connected, by peer
+        self._connected: dict[str, tuple[str, ...]] = {}  # addresses with which each donor was connected, by donor
 
     async def live(self) -> list[Heartbeat]:
-        """Return the heartbeats of live donors, most training tokens first. Raises: SwarmUnreachableError without
-        any."""
+        """Connect to the live donors, and return their heartbeats, most training tokens first. Raises:
+        SwarmUnreachableError if there is no live donor."""
         self.heartbeats = await self._transport.heartbeats(self._log.run)
         beats = [beat for beat in self.heartbeats if beat.state in DONATING]
         beats.sort(key=lambda beat: (beat.lineage_tokens, beat.sequence), reverse=True)
@@ -174,8 +174,7 @@ class Donors:
         return beats
 
     async def state_size(self, memory: int) -> int:
-        """Return the number of bytes of the run's state, as most donors report. `memory` is the number of free bytes of
-        this machine's memory.
+        """Return the size of the run's state in bytes, as most donors report it. `memory` is the free memory in bytes.
 
         Raises: SwarmUnreachableError.
         """
@@ -190,8 +189,8 @@ def _no_state_given(reasons: str) -> SwarmUnreachableError:
 
 
 class Following:
-    """The state of a run on a follower's machine. `log` ends at the entry after which the state has the digest
-    `state_digest`."""
+    """The follower of a run. It fetches the run's state, then applies one outer step after another to it. The state at
+    the end of `log` has the digest `state_digest`."""
 
     def __init__(self, transport: FollowTransport, state: ReplicatedState, settings: RunSettings) -> None:
         self.log = settings.empty_log
@@ -225,7 +224,7 @@ class Following:
         async def vouch() -> Vouched:
             nonlocal beats, was_asked
             if was_asked:
-                beats = await self.donors.live()  # fetch heartbeats again: by now they may report more
+                beats = await self.donors.live()  # newer heartbeats may report a state that earlier ones did not
             was_asked = True
             branch, self.past = await best_branch(self._transport, beats, empty_log, self._signed)
             return Vouched(branch, partial(reported_state, branch, beats), least, is_wary=True)
@@ -244,8 +243,7 @@ class Following:
         raise _no_state_given("; ".join(reasons))
 
     async def advance(self) -> tuple[Header, bytes] | None:
-        """Apply the next outer step. Return the header of its closing entry, and the digest of the state after the
-        step.
+        """Apply the next outer step. Return its closing entry's header, and the digest of the state after the step.
 
         Return None when no peer is further on, and while the next entry has no quorum's signatures but may still get
         them.
@@ -301,8 +299,7 @@ class Following:
         )
 
     async def _next(self, beat: Heartbeat, donors: Sequence[str]) -> _Next | None:
-        """Return the next cycle of a peer's log; None if the peer's log split off from this follower's and is no
-        better.
+        """Return the next cycle of a peer's log; None if that log split off from this follower's and is no better.
 
         Raises: PeerUnreachableError, RemoteProtocolError, LogError; _OtherLineageError if its log is better.
         """
@@ -318,8 +315,7 @@ class Following:
             raise
 
     async def _payloads(self, headers: Sequence[Header], donors: Sequence[str]) -> dict[int, memoryview]:
-        """Return the payloads of a cycle's entries, by fragment, without fragments that the cycle leaves unchanged.
-        This follower serves no payloads, so none is kept.
+        """Fetch and return the payloads of a cycle's entries, by fragment. Unchanged fragments have no payload.
 
         Raises: PayloadError.
         """

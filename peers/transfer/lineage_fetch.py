@@ -1,4 +1,5 @@
-"""Headers of past entries: served to peers, and fetched from one peer, from where its log splits off from this peer's.
+"""Headers of past entries: sending them to other peers, and fetching those of a peer's log from the place where it
+splits off from this peer's log.
 
 The signatures of fetched entries are checked, and the two branches are compared.
 """
@@ -31,15 +32,15 @@ from peers.values.system import now
 from peers.values.wire import Buffer, Count, RunId, Value, pack, unpack_from
 
 HEADERS = "headers"
-READERS = 8  # pulls served at once to members of the log; each may use megabytes meanwhile
-STRANGERS = 4  # pulls served at once to other peers, which join or follow the run, or only want to keep this peer busy
-PULLS = 1  # pulls served at once to one peer: packing a stretch of a large run takes the event loop's time
+READERS = 8  # maximum requests of peers with a lease answered at once; each may use megabytes of memory
+STRANGERS = 4  # maximum requests of other peers answered at once; some of them may only want to keep this peer busy
+PULLS = 1  # maximum requests of one peer answered at once, since packing entries of a large run blocks the event loop
 PACKING_BURST, PACKING_SHARE = 30.0, 0.25
 """Processor seconds at once, and in each second, that packing entries may take for one member, or for all strangers
 together. A second packs some thousand entries, and a peer can ask for them without reading them."""
 BYTES_LIMIT = 1 << 23  # maximum bytes of an answer: outcomes, certificates, and a header
 TIMEOUT = 30.0  # seconds for an answer: the donor may be in a round
-TIMEOUT_PER_ENTRY = 0.25  # seconds more for each entry of an answer: 30 KB at 1 Mbit/s
+TIMEOUT_PER_ENTRY = 0.25  # additional seconds for each entry of an answer: enough for 30 KB at 1 Mbit/s
 
 StretchSource: TypeAlias = Callable[[int, int, bool], Stretch]
 """Returns those of the cycles [first, last) that are here, with the first one whole or not: see `Chain.stretch`."""
@@ -47,17 +48,17 @@ BACK = 16
 """Factor by which each search step for the place where two logs split goes further back than the one before."""
 ASKED = 16
 """Peers whose logs a peer without one compares; also peers that are asked for entries that a donor does not have."""
-PATIENCE = 60.0  # seconds for one comparison, to which each fetched entry adds
-PATIENCE_PER_ENTRY = 0.05  # seconds more for each fetched entry; the check of its certificate takes milliseconds
+PATIENCE = 60.0  # seconds for one comparison of two logs; each fetched entry adds to them
+PATIENCE_PER_ENTRY = 0.05  # additional seconds for each fetched entry: checking its certificate takes milliseconds
 LONGEST = 1800.0  # maximum seconds for one comparison, however many entries it fetches
 CHAIN_BYTES = 1 << 30  # maximum bytes of entries fetched in one comparison
 NO_STRETCH = Stretch()
 
 
 class HeadersRequest(Value):
-    """A request for the cycles [first, last), as far as the donor has them.
+    """A request for the entries of the cycles [first, last). The donor sends those that it has.
 
-    The first one `is_whole` if the asker does not know the entry before it.
+    `is_whole` asks for full headers of the first cycle, because the asker does not know the entry before it.
     """
 
     run: RunId
@@ -71,7 +72,7 @@ async def serve_headers(
     sources: Mapping[str, StretchSource],
     is_member: Callable[[str, str], bool] = lambda run, peer: False,
 ) -> None:
-    """Answer requests of `fetch_stretch` for these runs from now on.
+    """Begin to answer the requests of `fetch_stretch` for the runs in `sources`.
 
     `is_member` returns whether the log of a run has a lease for a peer. Such peers have places of their own, so that
     strangers cannot keep them from being answered.
@@ -99,7 +100,7 @@ async def serve_headers(
 async def fetch_stretch(
     transport: PullTransport, donor: str, run: str, first: int, last: int, is_whole: bool
 ) -> Stretch:
-    """Return as many of the cycles [first, last) as the donor sends in one answer, from `first` on.
+    """Fetch the entries of as many of the cycles [first, last) as the donor sends in one answer, from `first` on.
 
     The caller must check that they follow from its log. Raises: PeerUnreachableError, RemoteProtocolError.
     """
@@ -110,7 +111,7 @@ async def fetch_stretch(
 
 
 async def add_headers_before(transport: PullTransport, donor: str, log: RunLog) -> bool:
-    """Fetch some of the entries before a log's first one, and put them before it. Return True if the donor had any.
+    """Fetch some of the entries before a log's first one, and add them to the log. Return True if the donor had any.
 
     Raises: PeerUnreachableError, RemoteProtocolError, LogError, LogFolderError.
     """
@@ -129,10 +130,10 @@ class LineageError(LogError):
 
 @dataclass(frozen=True)
 class Compared:
-    """A donor's branch and this peer's own, both from the last place that the two logs share; `chain` has the donor's
-    entries.
+    """The result of comparing two logs: the donor's branch and this peer's branch, both from the last place that the
+    logs share. `chain` has the entries of the donor's branch.
 
-    The branches also name the places before, as far as they are known here.
+    Both branches also have the heads before that place, as far as this peer knows them.
     """
 
     theirs: Branch
@@ -154,8 +155,8 @@ class _Look:
 
 
 class LineageFetch:
-    """A comparison of this peer's log with those of others. If the same donor is compared again, only newer entries are
-    fetched."""
+    """The comparer of this peer's log with the logs of other peers. If the same donor is compared again, it fetches
+    only newer entries."""
 
     def __init__(
         self,
@@ -163,8 +164,8 @@ class LineageFetch:
         ours: RunLog,
         recent: Callable[[Position], HeaderAndCertificate | None] = lambda position: None,
     ) -> None:
-        """Create an object that compares other logs with `ours`. `recent` returns the entry that this peer made at
-        a position, and that may not be in `ours` yet; None without one."""
+        """Create an object that compares other logs with `ours`. `recent` returns the entry that this peer has made at
+        a position, even if `ours` does not have it yet; None if there is none."""
         self._transport = transport
         self._ours = ours
         self._recent = recent
@@ -173,7 +174,7 @@ class LineageFetch:
     async def compare(
         self, donor: str, index: int, others: Sequence[str], here: LogState, head: bytes | None = None
     ) -> Compared:
-        """Compare the donor's log up to `index` with this peer's. `here` is the log at which this peer's state is.
+        """Compare the donor's log up to `index` with this peer's log. This peer's state is at the end of `here`.
 
         `others` are asked for entries that `donor` does not have; signatures show whether they fit. No peer is asked if
         our own log already contains the `head` that the donor is at, since a straggler's log may be long.
@@ -216,7 +217,7 @@ class LineageFetch:
         return _Look(donor, here.position, Walk(start, verify), Chain(self._ours.empty_log)), stretch
 
     def _compared(self, theirs: Branch, here: LogState, chain: Chain) -> Compared:
-        """Return both branches, with the heads before their start that this peer knows."""
+        """Return the result: both branches, with the heads before their start that this peer knows."""
         both = theirs, self._own_branch(theirs.start, here)
         first, heads = self._ours.first + 1, self._ours.heads(0, theirs.start.position.index)
         theirs, ours = (branch.preceded_by(first, heads) for branch in both)
@@ -256,8 +257,7 @@ class LineageFetch:
         return log, NO_STRETCH
 
     def _skip_shared(self, log: LogState, stretch: Stretch) -> tuple[LogState, Stretch]:
-        """Return the log after the last cycle in the stretch that this peer's log has, too, and the rest of the
-        stretch."""
+        """Return the log after the stretch's last cycle that this peer's log has, too, and the rest of the stretch."""
         with suppress(LogError):
             for place in range(0, len(stretch.contents), log.fragments):
                 after = log
@@ -269,7 +269,7 @@ class LineageFetch:
         return log, NO_STRETCH
 
     async def _next(self, donor: str, others: Sequence[str], end: LogState) -> Stretch:
-        """Return the stretch after `end` from the first peer that has it; an empty stretch if no peer does."""
+        """Fetch the stretch after `end` from the first peer that has it; return an empty stretch if no peer has it."""
         for asked in (donor, *shuffled(self._transport, others)[:ASKED]):
             with suppress(PeerUnreachableError, RemoteProtocolError):
                 stretch = await self._stretch(asked, end.position.index)
@@ -299,7 +299,6 @@ class LineageFetch:
         return Branch(start, here, branch.first, heads, certificates=branch.certificates)
 
     def _own_entries(self, start: LogState) -> list[HeaderAndCertificate]:
-        """Return the headers and certificates of this peer's cycle that begins at `start`."""
         index = start.position.index
         recent = [self._recent(start.of(fragment).position) for fragment in range(start.fragments)]
         if all(recent):
@@ -311,7 +310,7 @@ class LineageFetch:
 async def best_branch(
     transport: PullTransport, beats: Sequence[Heartbeat], empty_log: LogState, signed: SignedHeads = NOTHING_SIGNED
 ) -> tuple[Branch, RunLog]:
-    """Return the best branch in these peers' logs, from the run's start on, and a log with its entries.
+    """Compare the logs of some of these peers from the start on. Return the best branch, and a log with its entries.
 
     Raises: LineageError when no peer shows a branch, or none contains the heads that the run's archives signed.
     """
@@ -340,8 +339,7 @@ async def best_branch(
 
 
 def _go_on(walk: Walk, chain: Chain, stretch: Stretch) -> int:
-    """Check a stretch's entries, and append them to the chain until one fails. Return the number of appended
-    entries."""
+    """Check a stretch's entries, and append them to the chain until one fails. Return how many were appended."""
     taken = 0
     with suppress(LogError):
         for content, certificate in stretch.contents:

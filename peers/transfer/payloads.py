@@ -1,5 +1,4 @@
-"""Data that entries name by digest and that is stored beside them (payloads, and proofs of faults), as peers serve and
-fetch it.
+"""Sending and fetching of the data that entries name by digest: payloads, and proofs of faults.
 
 A payload comes from several peers at once, and each chunk is checked. A voter has seen the proofs that an entry's annex
 names before it signs. A peer that takes the entry over later has not: it joined, followed, or keeps an archive. It may
@@ -29,24 +28,24 @@ from peers.values.wire import DIGEST_BYTES, Buffer, Count, Digest, RunId, Value,
 logger = logging.getLogger(__name__)
 
 PAYLOAD = "payload"
-READERS = 16  # maximum pulls of payloads served at once
-RANGE = 16  # maximum chunks in one request for a payload
-RANGES_AT_LEAST = 32  # minimum ranges of a payload, if it has as many chunks, so that several donors take part
-DIGESTS_TIMEOUT = 60.0  # seconds for the digests of a payload's chunks
+READERS = 16  # maximum number of requests for payloads answered at once
+RANGE = 16  # maximum number of chunks in one request for a payload
+RANGES_AT_LEAST = 32  # minimum number of ranges of a payload, if it has enough chunks, so that several donors take part
+DIGESTS_TIMEOUT = 60.0  # seconds for a donor to send the digests of a payload's chunks
 STAGGER = 3.0  # seconds after which another donor is asked for the digests, too
 
 PROOF = "proof"
-PROOF_READERS = 4  # maximum pulls of proofs served at once; each uses up to a megabyte meanwhile
-PROOF_TIMEOUT = 60.0  # seconds for a proof: a megabyte at 1 Mbit/s takes 8, and the donor may be in a round
-AT_ONCE = 16  # proofs requested in one `MissingProofs.fetch`, at most
-ASKED = 4  # peers that one `MissingProofs.fetch` asks for a proof, at most
-TIMES = 4  # requests to one peer for a proof, at most: it may have been busy, or have received the proof since
-PATIENCE = 16  # number of peers that failed to send a proof, after which no more are asked
+PROOF_READERS = 4  # maximum number of requests for proofs answered at once; each uses up to a megabyte of memory
+PROOF_TIMEOUT = 60.0  # seconds for an answer with a proof: 1 MB at 1 Mbit/s takes 8, and the donor may be in a round
+AT_ONCE = 16  # maximum number of proofs that one `MissingProofs.fetch` requests
+ASKED = 4  # maximum number of peers that one `MissingProofs.fetch` asks for the same proof
+TIMES = 4  # maximum requests to one peer for a proof; later ones may succeed, because a peer may have been busy
+PATIENCE = 16  # number of peers that failed TIMES times to send a proof, after which the proof is given up
 
 
 class PayloadRequest(Value):
-    """A request for chunks [first, last) of a fragment's payload; if that range is empty, for the digests of all its
-    chunks."""
+    """A request for the chunks [first, last) of a fragment's payload. If that range is empty, the request is for the
+    digests of all chunks."""
 
     run: RunId
     fragment: Count
@@ -60,7 +59,7 @@ class PayloadError(Exception):
 
 
 async def serve_payloads(transport: PullTransport, kept: Mapping[str, Sequence[PayloadBuffers]]) -> None:
-    """Serve the kept payloads of these runs, by run and fragment, to peers that ask, from now on."""
+    """Begin to answer requests for kept payloads. `kept` has the buffers of each fragment, by run."""
     places = Places(READERS, PULLS)
 
     @asynccontextmanager
@@ -84,17 +83,17 @@ async def serve_payloads(transport: PullTransport, kept: Mapping[str, Sequence[P
 
 
 class Payloads:
-    """One peer's fetching of one run's payloads."""
+    """The fetcher of one run's payloads."""
 
     def __init__(self, transport: PullTransport, run: str, buffers: Sequence[PayloadBuffers]) -> None:
-        """Create an object that fetches payloads into `buffers`, which has one element for each fragment."""
         self._transport = transport
         self._run = run
         self._buffers = buffers
         self._fetches: WeakValueDictionary[bytes, asyncio.Lock] = WeakValueDictionary()
 
     async def fetch(self, header: Header, donors: Sequence[str]) -> ChunkedPayload:
-        """Fetch, keep and return the payload of an entry. Raises: PayloadError when no donor has all of it."""
+        """Return the payload of an entry and keep it in the buffers. Fetch it from the donors if it is not there.
+        Raises: PayloadError when no donor has all of it."""
         async with self._fetches.setdefault(header.payload, asyncio.Lock()):
             buffers = self._buffers[header.fragment]
             payload = await asyncio.to_thread(buffers.find, header.payload)
@@ -128,7 +127,7 @@ class Payloads:
     async def _digests(
         self, buffers: PayloadBuffers, payload: bytes, donors: Sequence[str]
     ) -> tuple[tuple[bytes, ...], list[str]]:
-        """Return the digests of the payload's chunks, and the donors that may have the payload, slow ones last.
+        """Fetch the digests of the payload's chunks. Return them and the donors to ask for the chunks, slow ones last.
 
         Another donor is asked every few seconds, so that no slow one holds up the rest. Raises: PayloadError.
         """
@@ -154,8 +153,8 @@ class Payloads:
         raise PayloadError("; ".join(reasons) or "there was no peer to ask for the payload")
 
     async def _ask_digests(self, buffers: PayloadBuffers, donor: str, payload: bytes) -> tuple[bytes, ...]:
-        """Return the digests of a payload's chunks from a donor. Raises: PeerUnreachableError; RemoteProtocolError when
-        they do not match the payload's digest."""
+        """Fetch the digests of a payload's chunks from a donor. Raises: PeerUnreachableError; RemoteProtocolError when
+        the digests do not match the payload's digest."""
         count, request = buffers.size.chunks, self._request(buffers.fragment, payload, 0, 0)
         _, packed = await self._transport.pull(donor, PAYLOAD, request, DIGEST_BYTES * count, DIGESTS_TIMEOUT)
         return chunks_of(donor, PAYLOAD, packed, count, payload)
@@ -163,14 +162,14 @@ class Payloads:
 
 # Proofs ---------------------------------------------------------------------------------------------------------------
 class ProofRequest(Value):
-    """A request for the proof of a fault, by the digest that an entry's annex names."""
+    """A request for the proof of a fault. `proof` is the proof's digest, as an entry's annex names it."""
 
     run: RunId
     proof: Digest
 
 
 async def serve_proofs(transport: PullTransport, logs: Mapping[str, RunLog]) -> None:
-    """Serve the proofs in these runs' logs to peers that ask, from now on."""
+    """Begin to answer requests for the proofs of faults in the logs of these runs."""
     places = Places(PROOF_READERS, 1)
 
     @asynccontextmanager
@@ -187,14 +186,14 @@ async def serve_proofs(transport: PullTransport, logs: Mapping[str, RunLog]) -> 
 
 
 class MissingProofs:
-    """The proofs that a log on the disk does not have yet, and their fetching. A log in memory needs no proofs."""
+    """The fetcher of the proofs that a log on the disk does not have yet. A log in memory needs no proofs."""
 
     def __init__(self, transport: PullTransport, log: RunLog) -> None:
         self._transport = transport
         self._log = log
         self._missing: dict[bytes, None] = {}
         self._asked: defaultdict[bytes, Counter[str]] = defaultdict(Counter)  # failed requests for each proof, by peer
-        self._looked = (0, 0, b"")  # cycles [first, stop) searched so far, and the head of the log after them
+        self._looked = (0, 0, b"")  # the cycles [first, stop) that were searched, and the head of the log after them
         self._turn = asyncio.Lock()
 
     def look(self) -> None:
@@ -210,7 +209,7 @@ class MissingProofs:
         self._looked = log.first, log.next_index, b"".join(log.heads(log.next_index - 1, log.next_index))
 
     async def fetch(self, donors: Collection[str]) -> None:
-        """Fetch some of the missing proofs; do nothing while another call does so."""
+        """Fetch some of the missing proofs. Do nothing if another call is still fetching."""
         if self._turn.locked():
             return
         async with self._turn:
@@ -222,8 +221,8 @@ class MissingProofs:
                         break
 
     async def _fetch(self, proof: bytes, donor: str) -> bool:
-        """Ask one peer for a proof. Return True if no other peer need be asked for it: it was stored, or is given
-        up."""
+        """Ask one peer for a proof, and store it. Return True if no other peer need be asked, because the proof was
+        stored or is given up."""
         try:
             request = pack(ProofRequest(run=self._log.empty_log.run, proof=proof))
             _, data = await self._transport.pull(donor, PROOF, request, PROOF_LIMIT, PROOF_TIMEOUT)

@@ -1,5 +1,5 @@
-"""Snapshots of the outer state: frozen while training continues, held for a while, and served to peers that join. A
-joining peer fetches the snapshot that the log vouches for and that most peers have.
+"""Snapshots of the outer state: copied while training continues, held for a while, and sent to peers that join. A
+joining peer fetches the snapshot that most peers have, among those that the log vouches for.
 
 After every `snapshot_every`-th cycle each peer copies momentum and theta; in larger swarms a few peers do, in turn. The
 state at one place in the log is the same on all peers, and so are its digests. A joiner takes the snapshot on which
@@ -42,29 +42,29 @@ from peers.values.wire import DIGEST_BYTES, Buffer, Count, Digest, RunId, Value,
 from peers.values.workload import SnapshotError, Workload
 
 SNAPSHOT = "snapshot"
-READERS = 16  # pulls of snapshots served at once to peers of the run
-# pulls served at once to other peers: exports, which send no heartbeats, or peers that only want to keep this peer busy
+READERS = 16  # maximum requests of live peers of the run answered at once
+# maximum requests of other peers answered at once: of exports, or of peers that only want to keep this peer busy
 STRANGERS = 6
 OFFERED = 15.0  # seconds for which a snapshot is held after an offer, even if it is no longer the newest
 IN_USE = 60.0  # seconds for which a snapshot is held after its last pull
-LEAVE = 600.0  # minimum seconds for which the second snapshot may be fetched
-SLOWEST = 500_000  # bytes a second; the second snapshot is held for as long as a joiner needs at this rate
-SETTLE_TIMEOUT = 20.0  # seconds that a joiner may wait for this peer to finish an outer step
+LEAVE = 600.0  # minimum seconds for which the second of a peer's two snapshots may be fetched
+SLOWEST = 500_000  # bytes a second; a joiner with this rate has time to fetch the second of a peer's two snapshots
+SETTLE_TIMEOUT = 20.0  # maximum seconds for which a joiner waits for this peer to finish an outer step
 NOT_YET = "the snapshot is made when the outer step under way ends; ask again then"
 NO_ROOM = "as many snapshots as there is room for are being fetched; ask again later"
-SNAPSHOT_PEERS = 8  # maximum number of peers chosen to freeze the state after one cycle
+SNAPSHOT_PEERS = 8  # maximum number of peers chosen to make a snapshot after one cycle
 ASKED = 16  # maximum number of peers that a joiner asks for an offer
 OFFER_TIMEOUT = 60.0  # seconds for an offer: the slowest peer may have to finish an outer step first
-PATIENCE, PAUSE = 10.0, 1.0  # seconds until the log must vouch for a snapshot, and between two checks
-RANGES_AT_LEAST = 64  # minimum ranges of a snapshot, if it has as many chunks, so that the last ones do not take long
-RANGE = 8  # maximum chunks in one request for a snapshot
-DIGESTS_LIMIT = 1 << 26  # maximum bytes of a snapshot's chunk digests: those of a state of two TiB
-MEMORY_SHARE = 4096  # digests may take 1/MEMORY_SHARE of free memory: enough for a state of eight times the memory
+PATIENCE, PAUSE = 10.0, 1.0  # maximum seconds until the log vouches for a snapshot; seconds between two checks of this
+RANGES_AT_LEAST = 64  # minimum number of ranges of a snapshot, if it has enough chunks, so that the last ones end soon
+RANGE = 8  # maximum number of chunks in one request for a snapshot
+DIGESTS_LIMIT = 1 << 26  # maximum bytes of the digests of a snapshot's chunks: enough for a state of 2 TiB
+MEMORY_SHARE = 4096  # digests may use 1/MEMORY_SHARE of free memory, enough for a state of 8 times the free memory
 
 
 class SnapshotRequest(Value):
-    """A request for chunks [first, last) of the snapshot at `head`; if `head` is None, for an offer of a snapshot of
-    outer step `least` or later."""
+    """A request for the chunks [first, last) of the snapshot at `head`. If `head` is None, the request is for an offer
+    of a snapshot of outer step `least` or later."""
 
     run: RunId
     head: Digest | None
@@ -88,7 +88,7 @@ class SnapshotOffer(Value):
 
 @dataclass(eq=False)
 class Snapshot:
-    """The state after the cycle that the header `last` closes and whose entries have the digests `ends`.
+    """The run's state after a cycle. The header `last` closes the cycle, whose entries have the digests `ends`.
 
     Its memory is released when no reference to it is left.
     """
@@ -113,7 +113,7 @@ class Snapshot:
 
     @asynccontextmanager
     async def being_read(self) -> AsyncIterator[None]:
-        """Hold the snapshot while one pull sends it. Raises: TimeoutError when `let_go` is called meanwhile."""
+        """Mark the snapshot as in use while a pull sends it. Raises: TimeoutError if `let_go` is called meanwhile."""
         async with asyncio.timeout(None) as pull:
             self._pulls.add(pull)
             try:
@@ -123,7 +123,7 @@ class Snapshot:
                 self.used_at = time.monotonic()
 
     def let_go(self) -> None:
-        """Cancel all pulls of the snapshot, since each keeps its memory in use."""
+        """Cancel all pulls of the snapshot, since each of them keeps the snapshot's memory in use."""
         for pull in self._pulls:
             pull.reschedule(asyncio.get_running_loop().time())
 
@@ -136,7 +136,7 @@ class FrozenSnapshot(Snapshot):
 
 
 class SnapshotSource(Protocol):
-    """The interface of the holder of one run's snapshots."""
+    """The interface of an object that holds one run's snapshots."""
 
     def is_member(self, peer: str) -> bool: ...
     async def newest(self, least: int) -> Snapshot:
@@ -147,7 +147,7 @@ class SnapshotSource(Protocol):
 
 
 async def serve_snapshots(transport: PullTransport, sources: Mapping[str, SnapshotSource]) -> None:
-    """Serve the snapshots of these runs to peers that ask, from now on."""
+    """Begin to answer requests for the snapshots of these runs."""
     places, places_for_strangers = Places(READERS, PULLS), Places(STRANGERS, PULLS)
 
     @asynccontextmanager
@@ -177,7 +177,7 @@ async def serve_snapshots(transport: PullTransport, sources: Mapping[str, Snapsh
 
 
 class _SnapshotCache:
-    """The two snapshots that a peer holds at most, each with the head of the log at its position."""
+    """The store of a peer's snapshots: at most two, each with the head of the log at its position."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -191,8 +191,8 @@ class _SnapshotCache:
         return next((snapshot for at, snapshot in self._all if at == head), None)
 
     def new_enough(self, least: int) -> Snapshot | None:
-        """Return a held snapshot of outer step `least` or later, the first one if possible, since other peers have it,
-        too; None without one.
+        """Return a held snapshot of outer step `least` or later; None if there is none. Prefer the first of the two,
+        because other peers have it, too.
 
         A second snapshot that was replaced as the first is not returned: it may be of a log that was left.
         """
@@ -200,15 +200,14 @@ class _SnapshotCache:
         return next((snapshot for _, snapshot in given if snapshot.index >= least), None)
 
     def reuse(self, head: bytes) -> bool:
-        """Return True if the snapshot at this head is held, and make it the first one."""
+        """If the snapshot at this head is held, make it the first one. Return True if it is held."""
         snapshot = self.held(head)
         if snapshot is not None and self._second is not None and self._second[1] is snapshot:
             self.add_chosen(head, snapshot)
         return snapshot is not None
 
     def has_room(self, is_chosen: bool) -> bool:
-        """Return True if another snapshot may be frozen: one of a chosen entry (`is_chosen`), or one that a joiner
-        asked for.
+        """Return True if there is room for another snapshot: one that is due (`is_chosen`), or that a joiner asked for.
 
         Drop the second one if no peer fetches it any more, its time is over, or a chosen one replaces it.
         """
@@ -221,7 +220,7 @@ class _SnapshotCache:
         return True
 
     def add_chosen(self, head: bytes, snapshot: Snapshot) -> None:
-        """Make this snapshot the first one. Keep the former first one as the second while a peer fetches it."""
+        """Make this snapshot the first one. If a peer still fetches the former first one, keep that as the second."""
         before, self._first = self._first, (head, snapshot)
         if before is not None and before[0] != head and before[1].is_in_use(self._clock()):
             self._put_second(*before, is_asked_for=False)
@@ -229,8 +228,7 @@ class _SnapshotCache:
             self._second = None
 
     def add_asked_for(self, head: bytes, snapshot: Snapshot) -> None:
-        """Make this snapshot the second one, for joiners for which the first is too old; the first, if there is
-        none."""
+        """Store a snapshot that a joiner asked for as the second one, or as the first one if there is none."""
         if self._first is None:
             self._first = head, snapshot
         else:
@@ -256,8 +254,6 @@ logger = logging.getLogger(__name__)
 
 
 class _Host(Protocol):
-    """The driver of the peer for which snapshots are made."""
-
     async def until(self, condition: Callable[[Peer], bool]) -> None: ...
     def start(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]: ...
 
@@ -291,7 +287,7 @@ class Snapshotter:
         self._cache = _SnapshotCache(clock)
         self._freezing = asyncio.Lock()
         self._on_demand: asyncio.Task[None] | None = None
-        self._refusal = ""  # reason why the last snapshot for a joiner was not made
+        self._refusal = ""  # reason why the last snapshot that a joiner asked for was not made; empty if it was made
 
     @asynccontextmanager
     async def changing(self) -> AsyncIterator[None]:
@@ -306,8 +302,8 @@ class Snapshotter:
         return self._cache.held(head)
 
     async def newest(self, least: int) -> Snapshot:
-        """Return a snapshot of outer step `least` or later; make one if necessary. Raises: RefusalError when this peer
-        cannot."""
+        """Return a snapshot of outer step `least` or later. Make one if this peer holds none. Raises: RefusalError when
+        this peer cannot make one."""
         if self._peer.log.position.index < least:
             raise RefusalError(f"this peer has not reached outer step {least}; ask a peer that has")
         try:
@@ -315,7 +311,7 @@ class Snapshotter:
                 while (snapshot := self._cache.new_enough(least)) is None:
                     if self._on_demand is None or self._on_demand.done():
                         self._on_demand = self._host.start(self._freeze_on_demand())
-                    # if this joiner gives up, the task continues for the next one
+                    # this task continues even if the joiner stops waiting, because the next joiner can use its snapshot
                     await asyncio.wait([self._on_demand])
                     if self._refusal:
                         raise RefusalError(self._refusal)
@@ -334,23 +330,23 @@ class Snapshotter:
             self._refusal = "this peer cannot make a snapshot; ask another one"
 
     def hold(self, snapshot: FrozenSnapshot) -> None:
-        """Make this snapshot the first one. Keep the former first one only while a peer fetches it."""
+        """Make this snapshot the first one. Keep the former first one only if a peer still fetches it."""
         self._cache.add_chosen(self._peer.log.at(snapshot.last, snapshot.ends).position.head, snapshot)
         self._on_snapshot(snapshot)
 
     async def freeze_if_due(self) -> None:
-        """Freeze the state after a cycle, if it is this peer's turn at this entry, or the peer holds no snapshot yet.
+        """Make a snapshot of the state after a cycle, if it is this peer's turn, or the peer holds none yet.
 
         Amid a cycle of several entries nothing can be frozen on request, so a peer should hold one. Raises: OSError,
         SnapshotError.
         """
         log = self._peer.settled
         if (self._is_chosen(log) or self._cache.new_enough(0) is None) and not await self._freeze(log.position):
-            logger.info("no snapshot of outer step %d: older ones are being fetched", log.position.index)
+            logger.info("made no snapshot of outer step %d: older ones are being fetched", log.position.index)
 
     async def _freeze(self, place: Position | None = None) -> bool:
-        """Freeze the present state, if it is at `place`, or `place` is None. Return True unless there was no room for
-        another snapshot.
+        """Make a snapshot of the present state, unless a `place` is given and the state is no longer there. Return
+        False if there was no room for another snapshot, otherwise True.
 
         Raises: OSError, without memory; SnapshotError, when the state is corrupt.
         """
@@ -380,8 +376,8 @@ class Snapshotter:
 
 
 def _is_chosen(me: str, log: LogState, every: int) -> bool:
-    """Return True if the peer `me` freezes the state at the end of `log`: at every `every`-th cycle, eight peers of the
-    roster do so, in turn."""
+    """Return True if the peer `me` is chosen to make a snapshot at the end of `log`. After every `every`-th cycle,
+    SNAPSHOT_PEERS peers of the roster are chosen, in turn."""
     if log.position.index % every:
         return False
     roster = log.roster
@@ -402,13 +398,14 @@ class Offered:
 
 
 class NotYetVouchedError(SnapshotError):
-    """Error: the log vouches for no offered snapshot yet. Heartbeats or the next entry may soon name the state of
-    one."""
+    """Error: the log vouches for no offered snapshot yet. Heartbeats or the next entry may soon name the digest of an
+    offered state."""
 
 
 @dataclass(frozen=True)
 class Vouched:
-    """The snapshots that a branch of the log vouches for, of outer step `least` or later.
+    """The rules that an offered snapshot must satisfy: a branch of the log vouches for it, and it is of outer step
+    `least` or later.
 
     An entry names the state that it follows. At the branch's end, and where only an entry that too few have signed
     names the state, live peers report it in their heartbeats; `reported` returns their report, as `reported_state`
@@ -425,8 +422,8 @@ class Vouched:
         return self.least <= position.index and self.branch.has(position)
 
     def _state_at(self, index: int) -> bytes | None:
-        """Return the digest of the state at an index: as a certified entry names it, else as live peers report it, else
-        as claimed by an entry that too few voters have signed; None if unknown.
+        """Return the digest of the state after `index` cycles: the one that a certified entry names, else the one that
+        live peers report, else the one that an entry with too few signatures claims. Return None if it is unknown.
 
         Reports come before the claim, because any peer may append such an entry.
         """
@@ -436,19 +433,19 @@ class Vouched:
 
     @cached_property
     def _places(self) -> dict[int, LogState]:
-        """The log at places whose state other peers may report, by index: the branch's end, and places where an entry
-        that too few voters have signed claims the state."""
+        """The places for which this peer needs other peers' reports of the state, as logs by index: the branch's end,
+        and places where only an entry with too few signatures names the state."""
         claimed = (place for place in self.branch.doubts if place.position.index in self.branch.claimed)
         return {place.position.index: place for place in (*claimed, self.branch.end)}
 
     def _doubts(self, position: Position) -> int:
-        """Return the number of entries before a position that too few voters have signed; 0 unless `is_wary`, which
-        makes `choose` prefer snapshots from before such entries."""
+        """Return the number of entries with too few signatures before a position. `choose` prefers positions with few
+        such entries. Always 0 unless `is_wary`."""
         return self.is_wary and sum(doubt.position.index < position.index for doubt in self.branch.doubts)
 
     def choose(self, offered: Mapping[str, Offered]) -> list[str]:
-        """Return the donors of the snapshot that most donors offer, among those that the log vouches for; of equals,
-        the newest. Raises: SnapshotError."""
+        """Choose the snapshot that most donors offer, among those that the log vouches for; if two have equally many
+        donors, the newer one. Return its donors. Raises: SnapshotError."""
         votes = Counter((offer.position, offer.offer.state_digest) for offer in offered.values())
         good = {
             (place, state): count
@@ -511,7 +508,7 @@ async def fetch_snapshot(
 
 
 async def _choose(offered: Mapping[str, Offered], vouch: Callable[[], Awaitable[Vouched]]) -> list[str]:
-    """Return the donors of the snapshot to fetch, as soon as the log vouches for one, after at most PATIENCE seconds.
+    """Wait at most PATIENCE seconds until the log vouches for an offered snapshot. Return the donors of that snapshot.
 
     Raises: SnapshotError; the exceptions of `vouch`.
     """
@@ -529,8 +526,8 @@ async def _choose(offered: Mapping[str, Offered], vouch: Callable[[], Awaitable[
 async def _offers(
     transport: PullTransport, donors: Sequence[str], log: LogState, least: int, limit: int, size: int | None = None
 ) -> dict[str, Offered]:
-    """Return the offers of at most ASKED donors, by donor: the first donor's, and others at random. Offers are left out
-    whose state has another `size` in bytes, or whose digests have more than `limit` bytes.
+    """Ask the first of `donors` and some random others for their offers, at most ASKED donors. Return the offers by
+    donor, except those of a state that does not have `size` bytes, or with more than `limit` bytes of digests.
 
     Raises: SnapshotError when no offer is left.
     """

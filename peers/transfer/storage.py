@@ -12,16 +12,15 @@ from pathlib import Path
 from typing import Self
 
 MADV_POPULATE_WRITE = 23  # madvise option of Linux 5.14, for which Python has no name
-PIECE = 1 << 24  # bytes that one madvise call reserves, since no other thread runs meanwhile
+PIECE = 1 << 24  # bytes that one madvise call reserves; few, because no other thread runs during the call
 SUFFIX = ".state"
-IN_MEMORY = 1 << 26  # maximum bytes of a snapshot that stays in memory, even with a folder
+IN_MEMORY = 1 << 26  # maximum bytes of a snapshot that FolderStorage keeps in memory
 
 
 def empty(size: int) -> memoryview:
-    """Return `size` bytes of memory that the system provides page by page on the first write, in huge pages if
-    possible."""
+    """Return `size` bytes of memory, if possible in huge pages. The system provides a page when it is first written."""
     memory = mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with suppress(OSError):  # the kernel has no huge pages
+    with suppress(OSError):  # some kernels have no huge pages
         memory.madvise(mmap.MADV_HUGEPAGE)
     return memoryview(memory)[:size]
 
@@ -31,8 +30,7 @@ class MemoryFile:
     of it is left."""
 
     def __init__(self, descriptor: int, size: int, is_reserved: bool = True) -> None:
-        """Create the object for the file of this descriptor, which the object then owns. With `is_reserved` the system
-        provides all bytes now.
+        """Create the object, which then owns `descriptor`. With `is_reserved`, the system provides all bytes now.
 
         Raises: OSError when there is no room.
         """
@@ -83,15 +81,15 @@ logger = logging.getLogger(__name__)
 
 
 class Storage:
-    """Storage in memory only: an interrupted download starts again from the beginning."""
+    """Memory for snapshots and downloads. A download that was interrupted starts again from the beginning."""
 
     def snapshot(self, size: int) -> MemoryFile:
         """Return memory for a frozen state of `size` bytes. Raises: OSError when there is no room."""
         return MemoryFile.ready_in_memory(size)
 
     def download(self, digest: bytes, size: int) -> MemoryFile:
-        """Return memory for fetching the state with this digest, with the part fetched before a restart, if any.
-        Raises: OSError."""
+        """Return memory for fetching the state with this digest. If a part was fetched before a restart, the memory
+        contains it. Raises: OSError."""
         return MemoryFile.in_memory(size)
 
     def downloaded(self) -> None:
@@ -99,15 +97,15 @@ class Storage:
 
 
 class FolderStorage(Storage):
-    """Storage in a folder, for snapshots over 64 MiB, and for downloads, which then continue after a restart."""
+    """Storage in a folder, for snapshots over 64 MiB, and for downloads, which can then continue after a restart."""
 
     def __init__(self, folder: Path, available_memory: Callable[[], int]) -> None:
         self._folder = folder
         self._available_memory = available_memory
 
     def snapshot(self, size: int) -> MemoryFile:
-        """Return `size` bytes in the folder; without room there, in memory, if twice as much is free. Raises:
-        OSError."""
+        """Return `size` bytes of a file in the folder. If there is no room, return them in memory, provided that twice
+        as much memory is free. Raises: OSError otherwise."""
         if size > IN_MEMORY:
             try:
                 return MemoryFile.on_disk(size, self._folder)
@@ -118,8 +116,7 @@ class FolderStorage(Storage):
         return MemoryFile.ready_in_memory(size)
 
     def download(self, digest: bytes, size: int) -> MemoryFile:
-        """Open the folder's file for fetching the state with this digest, and delete the files of other states. Raises:
-        OSError."""
+        """Open the folder's file for fetching this state, and delete the files of other states. Raises: OSError."""
         path = self._folder / f"{digest.hex()}{SUFFIX}"
         self._drop(but=path)
         return MemoryFile(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), size)

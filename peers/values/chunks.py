@@ -1,5 +1,4 @@
-"""The chunks of payloads and of states: their bounds, their digests, and the Merkle tree by which a peer commits to
-them.
+"""Chunks of payloads and of states: their bounds, their digests, and the Merkle tree by which a peer commits to them.
 
 A chunk of a payload is a run of consecutive blocks. Its bounds follow from the number of blocks alone, so the digest of
 a payload, taken over the digests of its chunks, is the same everywhere, and each chunk can be checked by itself. The
@@ -23,13 +22,13 @@ from blake3 import blake3
 from peers.errors import RemoteProtocolError
 from peers.values.wire import DIGEST_BYTES, Buffer, digest_of
 
-CHUNK_BLOCKS = 128  # maximum blocks in a chunk: half a MiB of int8, the size at which hivemind's streams are fastest
-CHUNKS = 64  # minimum chunks of a payload with as many blocks, so that small payloads can be pipelined, too
+CHUNK_BLOCKS = 128  # maximum blocks in a chunk: with int8 half a MiB, the size at which hivemind's streams are fastest
+CHUNKS = 64  # minimum number of chunks of a payload, if it has enough blocks, so that small ones can be pipelined
 CONTEXT = b"diloco-peer sum\0"
 NODE = struct.Struct(f"<{DIGEST_BYTES}sd")
 MOST_LEVELS = 24  # maximum levels of the tree over a payload's chunks: enough for 8 TiB
-KEPT_BYTES = 1 << 26  # maximum bytes of payloads in memory, for peers that fell behind
-KEPT_AT_LEAST = 3  # payloads always kept: the newest, the last applied one, and one that a peer may be fetching
+KEPT_BYTES = 1 << 26  # maximum bytes of payloads kept in memory for peers that fell behind
+KEPT_AT_LEAST = 3  # number of payloads always kept: the newest, the last applied, and one that a peer may be fetching
 STATE_CHUNK = 1 << 20  # bytes of one chunk of a state
 THREADS = min(8, os.cpu_count() or 1)
 
@@ -56,8 +55,8 @@ class Chunking:
 
 @dataclass(frozen=True)
 class PayloadSize:
-    """The size of a payload. `thinner` are the bytes of a contribution in the other formats, from the largest to the
-    smallest."""
+    """The size of a payload: its number of chunks, and its bytes in the format of averages. `thinner` has the bytes of
+    a contribution in each other format, from the largest to the smallest."""
 
     chunks: int
     bytes: int
@@ -65,7 +64,7 @@ class PayloadSize:
 
     @property
     def by_format(self) -> tuple[int, ...]:
-        """The bytes of a contribution in each format, by the format's number."""
+        """The size in bytes of a contribution in each format, by the format's number."""
         return (self.bytes, *self.thinner)
 
     def has(self, format: int) -> bool:
@@ -73,7 +72,7 @@ class PayloadSize:
         return format < len(self.by_format)
 
     def share(self, format: int) -> float:
-        """Return the bytes of a contribution in a format, divided by the bytes of an average."""
+        """Return the size of a contribution in a format, divided by the size of an average."""
         return self.by_format[format] / max(self.bytes, 1)
 
 
@@ -83,13 +82,13 @@ def digest_of_chunks(digests: Iterable[bytes]) -> bytes:
 
 
 def parts_of(shares: Sequence[int]) -> list[range]:
-    """Return the range of chunks in each part, given the number of chunks in each part."""
+    """Return the range of chunks of each part. `shares` has the number of chunks in each part."""
     return [range(start, stop) for start, stop in pairwise(accumulate(shares, initial=0))]
 
 
 def payloads_moved(members: int, share: float) -> float:
-    """Return the number of payloads that a link carries each way in a round of `members`, if its owner reduces the part
-    `share` of the payload, between 0 and 1.
+    """Return the number of payloads that a link carries in each direction in a round of `members` members. `share` is
+    the part of the payload, from 0 to 1, that the link's owner reduces.
 
     The owner sends its blocks of the others' parts, and the average of its own part to all: (1 - x) + (n - 1) x.
     """
@@ -97,8 +96,8 @@ def payloads_moved(members: int, share: float) -> float:
 
 
 def split_by_rate(chunk_count: int, rates: Sequence[float], members: int) -> list[int]:
-    """Return the number of chunks for each reducer, so that the slowest link is done as early as possible. If rates
-    make no difference or none is known, the numbers are as equal as possible.
+    """Return the number of chunks for each reducer, so that the slowest link is done as early as possible. If no rate
+    is known, or rates make no difference, the numbers are as equal as possible.
 
     With n members, one that reduces a share x of the payload sends and receives 1 + (n - 2) x payloads; one that
     reduces nothing sends and receives one, however the others share. So the time T that all reducers need is the one at
@@ -116,13 +115,13 @@ def split_by_rate(chunk_count: int, rates: Sequence[float], members: int) -> lis
     rates = [(rate or known[0]) / known[-1] for rate in rates]
     shares = [0.0] * reducers
     fastest = sorted(rates, reverse=True)
-    for count in range(1, reducers + 1):  # the fastest `count` reducers reduce something
+    for count in range(1, reducers + 1):  # assume that only the fastest `count` reducers get chunks
         time = (members - 2 + count) / sum(fastest[:count])
         if count == reducers or time * fastest[count] <= 1:
             shares = [max(0.0, (time * rate - 1) / (members - 2)) for rate in rates]
             break
     whole = max(sum(shares), 1e-9)
-    # Rounding the sums, not the parts, makes the parts add up, each at most one chunk off.
+    # Rounding the running sums, not the parts, makes the parts add up; each part is at most one chunk off.
     bounds = [min(chunk_count, round(chunk_count * total / whole)) for total in accumulate(shares, initial=0.0)]
     return [after - before for before, after in pairwise(bounds)]
 
@@ -158,7 +157,7 @@ class SumTree:
         return self._levels[0][chunk].squares
 
     def path(self, chunk: int) -> bytes:
-        """Return the sibling nodes on the path from a chunk up to the root, packed, the lowest first."""
+        """Return the sibling nodes on the path from a chunk up to the root as bytes, the lowest node first."""
         beside, place = list[Sum](), chunk
         for level in self._levels:
             beside += level[place ^ 1 : (place ^ 1) + 1]
@@ -172,7 +171,7 @@ def root_of(chunk: int, count: int, leaf: Sum, path: bytes) -> Sum | None:
     if len(path) % NODE.size:
         return None
     nodes = [Sum(*fields) for fields in NODE.iter_unpack(path)]
-    if any(not 0 <= node.squares < math.inf for node in nodes):  # the comparison is also false for NaN
+    if any(not 0 <= node.squares < math.inf for node in nodes):  # also true for NaN
         return None
     node, place, left = leaf, chunk, count
     while left > 1:
@@ -209,8 +208,8 @@ class ChunkedPayload:
 
 
 class KeptPayloads:
-    """The newest payloads, within a budget of bytes. Payloads that are also on a disk are dropped first, then the
-    oldest; but KEPT_AT_LEAST payloads that are not on a disk are always kept."""
+    """The store of the newest payloads, within a budget of bytes. Payloads that are also on a disk are dropped first,
+    then the oldest; but the newest KEPT_AT_LEAST payloads that are not on a disk are always kept."""
 
     def __init__(self, budget: int) -> None:
         self._budget = budget
@@ -218,14 +217,14 @@ class KeptPayloads:
         self._on_disk: set[bytes] = set()
 
     def keep(self, payload: ChunkedPayload) -> None:
-        """Store a payload as the newest one, and as not on a disk."""
+        """Store a payload as the newest one, and mark it as not on a disk."""
         self._payloads[payload.digest] = payload
         self._payloads.move_to_end(payload.digest)
         self._on_disk.discard(payload.digest)
         self._drop_what_is_too_much()
 
     def lies_on_disk(self, digest: bytes) -> None:
-        """Mark a payload as also on a disk, so that it is kept only while there is room."""
+        """Mark a payload as also on a disk, so that it may be dropped when room is needed."""
         if digest in self._payloads:
             self._on_disk.add(digest)
             self._drop_what_is_too_much()
@@ -259,8 +258,7 @@ class StateChunking:
 
 
 def chunk_digests(vectors: Sequence[Buffer]) -> tuple[bytes, ...]:
-    """Return the digests of all chunks of the state in these buffers, computed on up to 8 cores because training waits
-    for them."""
+    """Return the digests of all chunks of the state in these buffers, on up to 8 cores, as training waits for them."""
     views = [memoryview(vector).cast("B") for vector in vectors]
     chunking = StateChunking(sum(view.nbytes for view in views))
 
@@ -277,7 +275,8 @@ def chunk_digests(vectors: Sequence[Buffer]) -> tuple[bytes, ...]:
 
 
 def chunks_of(peer: str, what: str, digests: Buffer, count: int, digest: bytes) -> tuple[bytes, ...]:
-    """Return the chunk digests in bytes that `peer` sent, for data with `count` chunks and this digest.
+    """Split the bytes `digests`, which `peer` sent, into the digests of `count` chunks, and check them against
+    `digest`, the digest of all chunks. `what` names the data in the error.
 
     Raises:
         RemoteProtocolError: they do not have this number or this digest.

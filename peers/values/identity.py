@@ -77,7 +77,7 @@ class Identity:
     def load_or_create(cls, path: Path) -> Identity:
         """Return the identity in the file `path`. If there is no such file, create an identity and save it there.
         Raises: IdentityFileError."""
-        with suppress(OSError):  # another process was faster, or the file name is invalid, which load() reports
+        with suppress(OSError):  # another process created the file first, or its name is invalid, which load() reports
             if not path.exists():
                 cls.generate().save(path)
         return cls.load(path)
@@ -114,7 +114,7 @@ class Identity:
         return self.private_key.sign(data)
 
     def verify(self, peer: str, data: bytes, signature: bytes) -> bool:
-        """Return True if `signature` is that of the peer over `data`; see the function `verify`."""
+        """Return True if `signature` is the peer's signature of `data`; see the function `verify`."""
         return verify(peer, data, signature)
 
     def libp2p_private_key(self) -> bytes:
@@ -122,9 +122,9 @@ class Identity:
         return PRIVATE_KEY_PREFIX + self.seed + self.public_bytes
 
 
-@lru_cache(maxsize=4096)  # evidence, rounds and certificates check the same signatures, at 0.1 ms each
+@lru_cache(maxsize=4096)  # the same signatures are checked several times, at 0.1 ms each
 def verify(peer_id: str, data: bytes, signature: bytes) -> bool:
-    """Return True if `signature` is that of the peer `peer_id` over `data`; False also for a malformed peer id."""
+    """Return True if `signature` is the peer's signature of `data`. Return False also for a malformed peer id."""
     key = _public_key(peer_id)
     if key is None or len(signature) != SIGNATURE_BYTES:
         return False
@@ -176,11 +176,10 @@ Verify: TypeAlias = Callable[[str, bytes, bytes], bool]
 
 
 class Keys(Protocol):
-    """The interface of one peer's key pair, which signs, and checks the signatures of other peers by the keys in their
-    ids."""
+    """The interface of a peer's key pair, which signs, and checks other peers' signatures by the keys in their ids."""
 
     def sign(self, data: bytes) -> bytes:
         """Return this peer's signature of these bytes, 64 bytes."""
 
     def verify(self, peer: str, data: bytes, signature: bytes) -> bool:
-        """Return True if the signature of these bytes is that of the peer with this id."""
+        """Return True if `signature` is the peer's signature of `data`."""

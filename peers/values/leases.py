@@ -62,19 +62,18 @@ def prefix(lease: Sequence[SampleRange], count: int) -> Lease:
 
 @dataclass(frozen=True)
 class SamplePool:
-    """The samples that no peer has trained or leased: the `free` ranges below `cursor`, and all samples from `cursor`
-    on."""
+    """The samples that no peer has trained or leased: the `free` ranges below `cursor`, and all from `cursor` on."""
 
     cursor: int = 0
     free: Lease = ()
 
     def deal(self, counts: Iterable[int]) -> tuple[list[Lease], SamplePool]:
-        """Return leases with exactly these numbers of samples, in at most PIECE_LIMIT ranges each, and the pool without
-        the leases."""
+        """Return leases with the numbers of samples in `counts`, in at most PIECE_LIMIT ranges each, and the pool
+        without these leases."""
         free, cursor = list(reversed(self.free)), self.cursor
         dealt: list[Lease] = []
         for count in counts:
-            if not free and count > 0:  # true of most grants, since the first few use up the free ranges
+            if not free and count > 0:  # the usual case, since the first few leases use up the free ranges
                 dealt.append((SampleRange(cursor, cursor + count),))
                 cursor += count
                 continue
@@ -93,7 +92,8 @@ class SamplePool:
         return dealt, SamplePool(cursor, tuple(reversed(free)))
 
     def claim(self, lease: Iterable[SampleRange]) -> SamplePool:
-        """Return the pool without ranges that peers hold. Unclaimed samples below the new cursor become free.
+        """Return the pool without the given ranges, which peers have trained or leased. Other samples below the new
+        cursor become free.
 
         Raises:
             ValueError: a range is not in the pool, because another peer trained or holds it, or is claimed twice.
@@ -113,7 +113,7 @@ class SamplePool:
         return SamplePool(cursor, _merge(left))
 
     def bounded(self, limit: int) -> SamplePool:
-        """Return the pool with its `limit` largest free ranges only, the earlier ones if equally large.
+        """Return the pool with only its `limit` largest free ranges. Of equally large ranges, it keeps the earlier.
 
         The dropped ranges are below the cursor, and no peer has them, so they are never trained.
         """

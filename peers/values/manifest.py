@@ -39,10 +39,10 @@ from peers.values.wire import (
 )
 
 SIZE_LIMIT = 64 * 1024  # maximum bytes of a packed manifest
-# maximum bytes of a manifest's content; the rest is for name, organiser and signature
+# maximum bytes of a manifest's content, so that there is room for name, organiser and signature
 CONTENT_LIMIT = SIZE_LIMIT - 1024
 NAME = re.compile(r"[a-z0-9-]{1,40}")
-DIGEST_CHARACTERS = 32  # characters of lower-case base32 in a run id: 160 bits
+DIGEST_CHARACTERS = 32  # number of lower-case base32 characters of the digest in a run id: 160 bits
 RUN_ID = re.compile(rf"(?P<name>[a-z0-9-]{{1,40}})-[a-z2-7]{{{DIGEST_CHARACTERS}}}")
 ADDRESS = re.compile(r"(/[A-Za-z0-9.:%_-]+)+/p2p/[A-Za-z0-9]+")
 # prefix of signed bytes, so that no other signature is valid as a manifest's
@@ -53,13 +53,12 @@ INVITE_PREFIX = "diloco:"
 ASK_AGAIN = "Ask the organiser for the invite again."
 # prefix of signed bytes, so that no other signature is valid as an amendment's
 AMENDMENT_CONTEXT = b"diloco-peer amendment\0"
-AMENDMENT_LIMIT = 512  # maximum bytes of an amendment's content; a heartbeat has room for two amendments
-AMENDMENTS_LIMIT = 64  # maximum amendments of a run, since its headers have all of them
+AMENDMENT_LIMIT = 512  # maximum bytes of an amendment's content, so that a heartbeat has room for two amendments
+AMENDMENTS_LIMIT = 64  # maximum number of amendments of a run, since each header has all of them
 
 
 class SignedManifest(Value):
-    """The manifest of a run. `content` is the checked run.toml as canonical JSON; only the training side interprets
-    it."""
+    """The manifest of a run. `content` is the checked run.toml as canonical JSON; only the training side reads it."""
 
     version: Count
     name: Annotated[str, Field(strict=True)]
@@ -126,8 +125,7 @@ class SignedManifest(Value):
 
     @classmethod
     def unpack(cls, data: bytes, expected_run_id: str | None = None) -> SignedManifest:
-        """Return the manifest in untrusted bytes, after all checks. Raises: ManifestError naming the check that
-        failed."""
+        """Return the manifest in untrusted bytes, after all checks. Raises: ManifestError naming the failed check."""
         try:
             manifest = unpack(cls, data, SIZE_LIMIT)
         except WireError as error:
@@ -195,7 +193,6 @@ class Invite:
 
 
 def _check_name(name: str) -> None:
-    """Raise ManifestError when the name is not allowed for a run."""
     if NAME.fullmatch(name) is None:
         raise ManifestError(
             f"the run's name {quoted(name, 60)} is not allowed.", "Use 1 to 40 lower-case letters, digits and hyphens."
@@ -234,7 +231,6 @@ class Amendment(Value):
         return _is_signed(self._text(run), self.signature, organiser)
 
     def _text(self, run: str) -> bytes:
-        """Return the bytes that the organiser signs for this amendment."""
         return AMENDMENT_CONTEXT + pack_plain([run, self.number, self.content])
 
 
@@ -253,5 +249,5 @@ def _is_signed(text: bytes, signature: bytes, organiser: str) -> bool:
 
 
 def newest(*amendments: Amendment | None) -> Amendment | None:
-    """Return the amendment with the highest number, the first one of equals; None if there are no amendments."""
+    """Return the amendment with the highest number (the first one, if several have it); None if there are none."""
     return max(filter(None, amendments), key=lambda amendment: amendment.number, default=None)

@@ -22,17 +22,16 @@ from peers.values.wire import Digest, PeerId, Value, WireError, pack, pack_plain
 
 # prefix of signed bytes, so that no other signature is valid as a head's
 SIGNING_CONTEXT = b"diloco-peer signed head\0"
-KEYS_LIMIT = 8  # maximum archives in a manifest, since every node keeps and checks their heads
+KEYS_LIMIT = 8  # maximum number of archives in a manifest, since every node keeps and checks their heads
 KEPT = 4
 """Number of a key's newest heads that are kept, besides two that show why it does not count any more."""
-HEADS_LIMIT = KEYS_LIMIT * (KEPT + 2)  # maximum heads kept of all archives together
-HEADS_BYTES = 16 * 1024  # maximum bytes of packed heads; HEADS_LIMIT of them are 8 KB
-CONTRADICTED = -1  # standing of a branch that a signed head contradicts: less than all others
+HEADS_LIMIT = KEYS_LIMIT * (KEPT + 2)  # maximum number of heads that are kept, of all archives together
+HEADS_BYTES = 16 * 1024  # maximum bytes of a packed list of heads; HEADS_LIMIT heads are 8 KB
+CONTRADICTED = -1  # standing of a branch that a signed head contradicts: lower than any other standing
 
 
 class SignedHeadsError(ValueError):
-    """Error: the heads are not all signed by archives of the run. The message gives the reason, as the end of a
-    sentence."""
+    """Error: not all heads are signed by archives of the run. The message is the reason, as the end of a sentence."""
 
 
 class SignedHead(Value):
@@ -45,7 +44,7 @@ class SignedHead(Value):
 
     @classmethod
     def sign(cls, run: str, index: int, head: bytes, archive: str, keys: Keys) -> Self:
-        """Return a head signed by the peer `archive`, which has these keys."""
+        """Sign a head as the archive `archive`, whose key pair is `keys`, and return it."""
         return cls(archive=archive, index=index, head=head, signature=keys.sign(_text(run, index, head)))
 
     def is_signed(self, run: str, verify: Verify = verify) -> bool:
@@ -75,15 +74,15 @@ def unpack_heads(packed: bytes) -> tuple[SignedHead, ...]:
 
 @dataclass(frozen=True)
 class SignedHeads:
-    """The keys of a run's archives, and the newest heads that the archives have signed, with those that show a
-    contradiction."""
+    """The heads that the archives of a run have signed: the newest ones of each archive, and those that show a
+    contradiction. `keys` are the archives' peer ids."""
 
     run: str
     keys: tuple[str, ...] = ()
     heads: tuple[SignedHead, ...] = ()
 
     def with_heads(self, heads: Iterable[SignedHead]) -> SignedHeads:
-        """Return these heads with more heads added, whose signatures have been checked."""
+        """Return these heads with `heads` added. The caller must have checked their signatures."""
         by_place = {(one.index, one.archive, one.head): one for one in (*heads, *self.heads)}
         ordered = [by_place[place] for place in sorted(by_place)]
         ends, kept = _disbelieved(ordered), list[SignedHead]()
@@ -94,7 +93,7 @@ class SignedHeads:
         return self if tuple(kept) == self.heads else replace(self, heads=tuple(kept))
 
     def taking(self, heads: Iterable[SignedHead], verify: Verify = verify) -> SignedHeads:
-        """Return these heads with those of another node added, after a check of their signatures. Raises:
+        """Check the signatures of another node's `heads`, and return these heads with those added. Raises:
         SignedHeadsError."""
         new = [head for head in heads if head not in self.heads]
         for head in new:
@@ -116,7 +115,8 @@ class SignedHeads:
 
     @cached_property
     def believed(self) -> tuple[SignedHead, ...]:
-        """The heads that count, those below the index of their archive in `disbelieved`, in the log's order."""
+        """The heads that count, in the log's order. The heads of an archive in `disbelieved` count only below the index
+        given there."""
         ends = self.disbelieved
         counting = (head for head in self.heads if head.index < ends.get(head.archive, head.index + 1))
         return tuple(sorted(counting, key=lambda head: (head.index, head.archive)))
@@ -128,13 +128,13 @@ class SignedHeads:
 
     @property
     def newest(self) -> SignedHead | None:
-        """The head in `believed` with the highest index; None without one."""
+        """The head in `believed` with the highest index; None if no head counts."""
         return self.believed[-1] if self.believed else None
 
     # Branches -------------------------------------------------------------------------------------------------
     def standing(self, heads: Mapping[int, bytes], after: int = 0) -> int:
-        """Return the highest index above `after` at which a branch's head is signed; 0 if there is none; CONTRADICTED
-        if the branch has another head at a signed index. `heads` are the branch's, by index.
+        """Return the highest index above `after` at which an archive has signed the branch's head, or 0. Return
+        CONTRADICTED if a signed head differs from the branch's. `heads` are the branch's heads, by index.
 
         Of two branches that split there, the one with the greater standing is the run's.
         """
@@ -144,11 +144,12 @@ class SignedHeads:
         return max((one.index for one in reached), default=0)
 
     def contradiction(self, heads: Mapping[int, bytes]) -> SignedHead | None:
-        """Return the first signed head that differs from the branch's head at the same index; None without one."""
+        """Return the first signed head that differs from the branch's head at the same index; None if there is none."""
         return next((one for one in self.believed if heads.get(one.index, one.head) != one.head), None)
 
     def vouched(self, heads: Mapping[int, bytes]) -> int:
-        """Return the index up to which archives vouch for a branch, given its heads by index; 0 if they do not."""
+        """Return the highest index at which archives have signed a branch's head, given the branch's heads by index.
+        Return 0 if there is none, or if they contradict the branch."""
         return max(0, self.standing(heads))
 
 
@@ -156,13 +157,12 @@ NOTHING_SIGNED = SignedHeads("")
 
 
 def _text(run: str, index: int, head: bytes) -> bytes:
-    """Return the bytes that an archive signs: the log of this run has this head after `index` outer steps."""
     return SIGNING_CONTEXT + pack_plain([run, index, head])
 
 
 def _disbelieved(heads: Iterable[SignedHead]) -> dict[str, int]:
-    """Return, by archive, the index from which on its heads do not count: there the archive contradicts itself, or
-    another archive that has not contradicted itself."""
+    """Return the index from which on an archive's heads do not count, by archive. At this index the archive has signed
+    two heads, or another head than an archive that still counted."""
     at: dict[int, dict[str, set[bytes]]] = {}
     for one in heads:
         at.setdefault(one.index, {}).setdefault(one.archive, set()).add(one.head)

@@ -22,19 +22,18 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
-UNSEEN_SECONDS = 1.0  # seconds after a task's end, in which its owner should take its exception
+UNSEEN_SECONDS = 1.0  # seconds after a failed task's end in which a caller should retrieve its exception
 PARTIAL = ".partial"
 """The suffix of a file's name while it is written. A killed process leaves the file behind."""
 
 
 def now() -> float:
-    """Return the time in seconds since boot. Unlike the monotonic clock, it also counts while the machine is
-    suspended."""
+    """Return the seconds since boot, including the time in which the machine was suspended."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 def start_task(work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-    """Start a task, whose exception is logged if no caller takes it. All tasks outside of a TaskGroup must be started
+    """Start a task, and log its exception if no caller retrieves it. All tasks outside of a TaskGroup must be started
     by this function."""
     import asyncio  # imported late: the process that writes checkpoints needs no asyncio and must start fast
 
@@ -44,7 +43,7 @@ def start_task(work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
 
 
 def _look_later(task: asyncio.Task[Any]) -> None:
-    # `_log_traceback` is true while no caller has taken the exception; asyncio itself logs it only when the task is
+    # `_log_traceback` is true while no caller has retrieved the exception; asyncio itself logs it only when the task is
     # deleted.
     if task._log_traceback:
         # A weak reference, because the traceback keeps the frames' memory alive. asyncio logs the exception of a
@@ -59,8 +58,8 @@ def _report_unseen(reference: weakref.ref[asyncio.Task[Any]]) -> None:
 
 
 async def cancel_and_wait(*tasks: asyncio.Future[Any]) -> None:
-    """Cancel these tasks, and return when all have ended. If a task had failed before and no caller has taken its
-    error, log the error; log errors during the cancellation for debugging only."""
+    """Cancel these tasks, and return when all have ended. If a task had failed before and no caller has retrieved its
+    error, log the error. Log errors during the cancellation for debugging only."""
     import asyncio
 
     failed = [task for task in tasks if task.done() and task._log_traceback]
@@ -79,8 +78,7 @@ def next_sequence(*last: int) -> int:
 
 
 def make_private_folder(folder: Path) -> None:
-    """Create a folder, and missing parents, that only this user may enter. An existing folder stays as it is. Raises:
-    OSError."""
+    """Create a folder, and missing parents, that only this user may enter; keep an existing one. Raises: OSError."""
     try:
         folder.mkdir(mode=0o700, exist_ok=True)
     except FileNotFoundError:
@@ -91,7 +89,7 @@ def make_private_folder(folder: Path) -> None:
 
 
 def open_private(path: str, flags: int) -> int:
-    """Return the descriptor of an opened file. If the file is created now, only this user may read it. Used as `opener`
+    """Open a file, and return its descriptor. If the file is created now, only this user may read it. Used as `opener`
     for secrets. Raises: OSError."""
     return os.open(path, flags, 0o600)
 
@@ -141,8 +139,7 @@ def shared_folder(folder: Path) -> Iterator[None]:
 
 
 def _shared(folder: Path) -> int | None:
-    """Return a descriptor that locks a folder against removal; None if another process has removed the folder. Raises:
-    OSError."""
+    """Return a descriptor that locks a folder against removal; None if another process removed it. Raises: OSError."""
     make_private_folder(folder)
     with suppress(FileNotFoundError):
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
@@ -155,8 +152,7 @@ def _shared(folder: Path) -> int | None:
 
 
 def sweep_folders(base: Path, prefix: str) -> None:
-    """Remove the folders in `base`, with names that begin with `prefix`, that killed processes of this user left
-    behind."""
+    """Remove folders in `base` that killed processes of this user left behind, if their names begin with `prefix`."""
     for folder in base.glob(f"{prefix}*"):
         with suppress(OSError):
             if folder.lstat().st_uid == os.getuid():

@@ -22,10 +22,10 @@ from peers.values.wire import Count, RunId, Value, WireError, digest_of, pack, p
 TICKET_PREFIX = "diloco-ticket:"
 SHOWN_BYTES = 256  # maximum bytes of a ticket as heartbeats show it
 TICKET_BYTES = 1024  # maximum bytes of a packed ticket; usual ones have about 200
-ID_BYTES = 8  # bytes of a grant's digest: enough that no two tickets of a run have the same by chance
+ID_BYTES = 8  # bytes of a ticket's id, a digest: so many that no two tickets of a run have the same id by chance
 GRANT_CONTEXT = b"diloco-peer grant\0"  # prefix of signed bytes, so that no other signature is valid as a grant's
 BEARER_CONTEXT = b"diloco-peer bearer\0"
-REVOKED_LIMIT = 2000  # maximum tickets on one list, which is sent whole: 20 KB
+REVOKED_LIMIT = 2000  # maximum number of tickets on one list of revoked tickets, which is sent whole: 20 KB
 LIST_BYTES = 64 * 1024  # maximum bytes of a packed list of revoked tickets
 REVOCATION_CONTEXT = b"diloco-peer revocations\0"
 GRACE = 600.0
@@ -66,8 +66,8 @@ class _CheckedTicket(NamedTuple):
 
 @lru_cache(maxsize=4096)  # a peer's heartbeats repeat the same bytes, and a signature takes 0.1 ms to check
 def check_ticket(shown: bytes, peer: str, run: str, organiser: str) -> _CheckedTicket:
-    """Return the id and expiry of a packed ShownTicket that admits a peer to a run. The caller must check the expiry.
-    Raises: TicketError."""
+    """Check that a packed ShownTicket admits a peer to a run, and return the ticket's id and expiry. The caller must
+    check the expiry. Raises: TicketError."""
     try:
         ticket = unpack(ShownTicket, shown, SHOWN_BYTES)
     except WireError as error:
@@ -95,8 +95,8 @@ class Ticket(Value):
 
     @classmethod
     def give(cls, run: str, organiser: Identity, expires: int, to: str | None = None) -> Self:
-        """Return a ticket that the organiser signs: for the peer `to`, or without `to` for every peer that has the
-        ticket."""
+        """Return a ticket that the organiser signs, for the peer `to`. If `to` is None, the ticket is for every peer
+        that has it."""
         bearer = Identity.generate()
         secret, key = (bearer.seed, bearer.public_bytes) if to is None else (None, key_of_peer(to))
         signature = organiser.sign(_grant(run, key, to is None, expires))
@@ -113,8 +113,7 @@ class Ticket(Value):
         return peer_id_of_bytes(self.key) if self.secret is None else None
 
     def shown_by(self, peer: str) -> bytes:
-        """Return the packed ShownTicket for a peer's heartbeats. Raises: AdmissionError when the ticket is for another
-        peer."""
+        """Return the packed ShownTicket for `peer`'s heartbeats. Raises: AdmissionError for another peer's ticket."""
         if self.peer not in (None, peer):
             raise AdmissionError(
                 f"the ticket is for the peer {self.peer}; this machine is {peer}.",
@@ -129,7 +128,7 @@ class Ticket(Value):
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Return the ticket in a text. Raises: AdmissionError when the text is no ticket."""
+        """Return the ticket that a text contains. Raises: AdmissionError when the text is no ticket."""
         plain = "".join(text.split()).removeprefix(TICKET_PREFIX)
         try:
             packed = base64.b64decode(plain + "=" * (-len(plain) % 4), altchars=b"-_", validate=True)
@@ -156,8 +155,7 @@ class Revocations(Value):
 
     @classmethod
     def unpack(cls, packed: bytes, run: str, organiser: str) -> Self:
-        """Return the list of revoked tickets in untrusted bytes, after a check of its signature. Raises:
-        TicketError."""
+        """Return the list of revoked tickets in untrusted bytes, once its signature is checked. Raises: TicketError."""
         try:
             found = unpack(cls, packed, LIST_BYTES)
         except WireError as error:
@@ -168,5 +166,4 @@ class Revocations(Value):
 
 
 def _revocation(run: str, number: int, revoked: tuple[bytes, ...]) -> bytes:
-    """Return the bytes that the organiser signs for a list of revoked tickets."""
     return REVOCATION_CONTEXT + pack_plain([run, number, revoked])

@@ -24,16 +24,16 @@ from peers.values.leases import SampleRange
 PROTOCOL_VERSION = 18
 DIGEST_BYTES = 32  # bytes of a BLAKE3 digest
 REASON_LIMIT = 500  # maximum characters of a text from a peer
-LONGEST_WAIT = 30 * 86400.0  # maximum seconds in a message: 30 days
+LONGEST_WAIT = 30 * 86400.0  # maximum value of a time in a message: 30 days, in seconds
 MESSAGE_LIMIT = 1 << 20  # maximum bytes of a message; a roster of 1,000 peers with their leases needs about 200 KB
-NICKNAME_LENGTH = 32  # maximum characters of a name
+NICKNAME_LENGTH = 32  # maximum characters of the name of a team or peer
 NICKNAME = r"^([!-~]([ -~]*[!-~])?)?$"
 """Printable ASCII without spaces at its ends; may be empty."""
 
 
 def _sample_range(plain: object) -> SampleRange:
-    """Return a sample range from the network, checked. pydantic would create each range anew, which would take most of
-    a member's time."""
+    """Check a sample range from the network, and return it. pydantic would create each range anew, which would take
+    most of the time for reading a member."""
     match plain:
         case [start, stop] if type(start) is int and type(stop) is int and 0 <= start < stop < 2**62:
             return plain if type(plain) is SampleRange else SampleRange(start, stop)
@@ -152,12 +152,12 @@ def from_plain(kind: type[ValueT], plain: object) -> ValueT:
 
 
 def unpack(kind: type[ValueT], data: bytes, limit: int = MESSAGE_LIMIT) -> ValueT:
-    """Return a checked value of this kind from bytes of the network. Raises: WireError."""
+    """Unpack bytes from the network, and return them as a checked value of this kind. Raises: WireError."""
     return from_plain(kind, decode(data, limit))
 
 
 def unpack_from(peer: str, kind: type[ValueT], data: bytes, limit: int = MESSAGE_LIMIT) -> ValueT:
-    """Return a checked value of this kind from bytes that `peer` sent. Raises: RemoteProtocolError."""
+    """Unpack bytes that `peer` sent, and return them as a checked value of this kind. Raises: RemoteProtocolError."""
     try:
         return unpack(kind, data, limit)
     except WireError as error:

@@ -1,5 +1,5 @@
-"""The interface of the training side to the package `peers`, which handles bytes and counts only and does not interpret
-the numbers."""
+"""The interface between the training side and the package `peers`, which handles bytes and counts only and does not
+interpret the numbers."""
 
 from __future__ import annotations
 
@@ -31,15 +31,17 @@ OnCaptured: TypeAlias = Callable[[int], Awaitable[None]]
 
 
 async def captures_nothing(fragment: int) -> None:
-    """Do nothing, as the default for `on_captured`: in a run with one fragment no values are stored before training
-    ends."""
+    """Do nothing; the default for `on_captured`: with one fragment no values are stored before training ends."""
 
 
 @dataclass(frozen=True)
 class InnerLoop:
-    """The training of one peer for one outer step: from theta after `index` entries, at most `steps` inner steps on a
-    lease's samples, in order. `tokens` is the number of tokens trained before in the log's lineage. `amendments` are
-    all in the log so far; the last one is in force in the outer step, even for work that is finished late."""
+    """One peer's training for one outer step: at most `steps` inner steps on a lease's samples, in order, from theta
+    after `index` entries.
+
+    `tokens` is the number of tokens trained before in the log's lineage. `amendments` are all in the log so far; the
+    last one is in force in the outer step, even for work that is finished late.
+    """
 
     index: int
     samples: tuple[SampleRange, ...]
@@ -49,7 +51,7 @@ class InnerLoop:
 
     @property
     def amendment(self) -> Amendment | None:
-        """The amendment in force in this outer step; None without one."""
+        """The amendment in force in this outer step; None if there is none."""
         return self.amendments[-1].amendment if self.amendments else None
 
 
@@ -117,8 +119,7 @@ class Blocked(Protocol):
         """Return the byte offsets [start, stop) of blocks [first_block, last_block) within a payload."""
 
     def check(self, blocks: Blocks, first_block: int) -> None:
-        """Raise BadBlocksError unless these bytes are whole blocks, from `first_block` on, that an encoder can
-        produce."""
+        """Raise BadBlocksError unless these bytes are whole blocks, from `first_block` on, that an encoder can make."""
 
 
 class ReplicatedState(Protocol):
@@ -156,7 +157,7 @@ class ReplicatedState(Protocol):
 
 
 class Workload(ReplicatedState, Protocol):
-    """The replicated state, and the workers that train from it.
+    """The replicated state, together with the workers that train from it.
 
     A payload is a sequence of `block_count` independently decodable blocks. Some calls may be concurrent, all others
     never are. `reduce` reads neither theta nor momentum, and may run beside anything. `copy_state` and `state_digest`
@@ -177,9 +178,8 @@ class Workload(ReplicatedState, Protocol):
         """
 
     async def contribution(self, fragment: int = 0, format: int = 0) -> Blocks:
-        """Return a fragment's pseudo-gradient, quantized in a format, as a whole payload: the theta that its training
-        began with, less the local values. Called once for each time that the workers have stored local values. The
-        bytes may reuse the memory of the previous call."""
+        """Return a fragment's pseudo-gradient as a payload in a format: theta before its training, minus the local
+        values. Called once each time the workers have stored these. The bytes may reuse the previous call's memory."""
 
     async def reduce(self, reduction: Reduction) -> Blocks:
         """Return the weighted average of the blocks: summed in fp32, in their order, and quantized once.
@@ -207,8 +207,7 @@ class Workload(ReplicatedState, Protocol):
         amendment: Amendment | None = None,
     ) -> None:
         """Apply an outer step as `ReplicatedState.apply` does. With `keeps_work`, training under way or finished still
-        counts, relative to the theta that it began with. `counts` is True if the average includes this peer's
-        contribution."""
+        counts, relative to the theta that it began with. `counts` is True if the average includes this peer's work."""
 
     async def unchanged(self, index: int, fragment: int) -> None:
         """Record that outer step `index` leaves a fragment unchanged, since no peer has trained it. Workers that wait
@@ -220,4 +219,4 @@ class BadBlocksError(Exception):
 
 
 class SnapshotError(Exception):
-    """Error: bytes are not the expected state."""
+    """Error: a snapshot of the state cannot be made or fetched, or its bytes are not the expected state."""
