@@ -374,7 +374,7 @@ LINES_AT_ONCE = 1 << 23
 
 
 def _open_builder(section: SourceSection, chosen: Sequence[Path] = ()) -> Any:
-    """Check the files of a folder, of a hub data set, or `chosen`, and return a `datasets` builder that reads them.
+    """Check the files of a folder or hub data set, or the `chosen` files, and return a `datasets` builder for them.
 
     The hub is asked without a token. With one, a manifest could name a data set that only this machine's owner may
     read. Only the section's column is read, and the cache has a separate folder for each column.

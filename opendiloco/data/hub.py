@@ -153,8 +153,8 @@ def downloading(name: str, kind: Literal["model", "dataset"], wanted: Sequence[s
 
 
 def _bytes_of(name: str, kind: str, wanted: Sequence[str]) -> int | None:
-    """Return the total bytes of a hub repository's files that match the patterns `wanted`; None if the hub does not
-    report the sizes or cannot be reached."""
+    """Return the total size, in bytes, of a hub repository's files that match the patterns `wanted`; None if the hub
+    does not report the sizes or cannot be reached."""
     from huggingface_hub import HfApi
 
     try:
@@ -166,8 +166,8 @@ def _bytes_of(name: str, kind: str, wanted: Sequence[str]) -> int | None:
 
 
 def folder_bytes(folder: Path) -> int:
-    """Return the total bytes of the files in a folder, without its subfolders. A file that is deleted during the call
-    does not count."""
+    """Return the total size, in bytes, of the files in a folder, without its subfolders. A file that is deleted during
+    the call does not count."""
     size = 0
     for path in folder.glob("*"):
         with suppress(OSError):

@@ -242,7 +242,7 @@ class _ShardedWindows:
         return windows
 
     def soon(self, number: int) -> None:
-        """Request that shard `number` is tokenized in advance, because it is needed soon, unless it is open."""
+        """Request that shard `number` is tokenized in advance, because it is needed soon, unless the shard is open."""
         if self._tokenize_ahead is not None and number not in self._open:
             self._tokenize_ahead(number)
 

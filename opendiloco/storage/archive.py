@@ -339,12 +339,12 @@ class ArchivedRun:
 
     @property
     def _snapshot_room(self) -> int:
-        """The bytes of disk that a new snapshot still needs, for its download and for its checkpoint."""
+        """The number of bytes on disk that a new snapshot still needs, for its download and for its checkpoint."""
         return 2 * self._state_bytes - folder_bytes(self.folder.download)
 
 
 class _Signing:
-    """The heads that archives of one run have signed; signs more heads if the manifest names this node's key."""
+    """A signer of a run's heads, which signs only if the manifest names this node's key, and knows all signed heads."""
 
     def __init__(self, run: Run, identity: Identity, transport: HivemindTransport, folder: Path) -> None:
         self._run = run.run_id

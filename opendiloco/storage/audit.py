@@ -39,7 +39,7 @@ from peers.values.workload import BadBlocksError, Blocks
 
 @dataclass
 class Findings:
-    """The results of an audit: properties that are verified or not, and errors, each with its entries' indices."""
+    """The results of an audit: properties verified, properties not verified, and errors, each with entries' indices."""
 
     verified: defaultdict[str, set[int]] = field(default_factory=lambda: defaultdict(set))
     unverified: defaultdict[str, set[int]] = field(default_factory=lambda: defaultdict(set))
@@ -214,7 +214,7 @@ def audit(folder: Path, run: Run, checkpoint: Checkpoint | None, own: OwnFiles) 
 
 
 def _check_chain(file: Path, run: Run, findings: Findings) -> Chain:
-    """Return the log's valid entries, and add the checks of signatures and proofs to `findings`. Raises: OSError."""
+    """Return the log's valid entries, and add the results for signatures and proofs to `findings`. Raises: OSError."""
     proofs = _Proofs(file.parent, run, findings)
 
     def see(entry: Entry, header: Header, before: LogState) -> None:

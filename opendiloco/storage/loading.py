@@ -165,8 +165,8 @@ def check_moments_file(path: Path) -> None:
 async def resume(
     workload: Workload, log: RunLog, checkpoint: Snapshot | None = None, until: int | None = None
 ) -> LogState:
-    """Restore a workload from `checkpoint`, or begin with the run's initial state if it is None. Then apply the later
-    entries of the log, up to outer step `until` or the log's end.
+    """Restore a workload from `checkpoint`, or begin with the run's initial state if there is none. Then apply the
+    later entries of the log, up to outer step `until` or the log's end.
 
     Each state is compared with the digest that was recorded when it was first reached. If an entry or its payload is
     missing, or gives another state, a warning names the entry, and the workload keeps the state before it.

@@ -56,7 +56,7 @@ class RunFolder:
 
     @classmethod
     def open(cls, run: Run, peer_id: str, base: Path | None = None) -> RunFolder:
-        """Create the folder of a peer's data, write the run's manifest into it, and return it. Raises: MachineError."""
+        """Create and return the folder of a peer's data, and write the run's manifest into it. Raises: MachineError."""
         folder = cls.at(run.run_id, peer_id, base)
         try:
             for path in (folder.path, folder.checkpoints, folder.log, folder.download):

@@ -157,7 +157,7 @@ class CheckpointJob:
 
 
 def folder_bytes(folder: Path) -> int:
-    """Return the bytes of disk that all files in a folder and its subfolders take."""
+    """Return the number of bytes on disk that all files in a folder and its subfolders take."""
     found = 0
     for path in folder.rglob("*"):
         with suppress(OSError):  # another process may have removed the file

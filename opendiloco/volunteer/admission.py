@@ -105,8 +105,8 @@ def _show_ticket(admission: RunAdmission, me: str, kept: Path | None, ticket: Ti
 
 
 def _shown(admission: RunAdmission, me: str, kept: Path | None, ticket: Ticket | None) -> bytes:
-    """Return the ticket, as bytes, to add to this machine's heartbeats. The organiser needs none: return no bytes.
-    Raises: AdmissionError if there is no ticket for this run."""
+    """Return the ticket, as bytes, to add to this machine's heartbeats. For the organiser, who needs none, return no
+    bytes. Raises: AdmissionError if there is no ticket for this run."""
     if me == admission.organiser:
         return b""
     if ticket is not None:
@@ -160,7 +160,7 @@ async def ask_for_signed_heads(
 
 
 def _keep(path: Path, run_id: str, run: str, packed: bytes) -> None:
-    """Write the newest list, of signed heads or revocations, of the run `run` to a file if `run` equals `run_id`."""
+    """If `run` is `run_id`, write the newest list of that run, of signed heads or of revocations, to a file."""
     if run == run_id:
         with suppress(OSError):  # other nodes keep a copy, so a full disk is no error
             write_whole(path, [packed])
@@ -214,7 +214,7 @@ class GivenTickets:
 
     @contextmanager
     def _writable(self) -> Iterator[None]:
-        """Create the folder. Raises: MachineError, for each OSError in the `with` block."""
+        """Create the folder, and run the `with` block. Raises: MachineError if either raises an OSError."""
         try:
             make_private_folder(self._folder)
             yield

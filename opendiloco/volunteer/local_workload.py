@@ -119,7 +119,7 @@ class TrainerWorkload(Generic[InnerTrainer_co]):
             for part, codec in zip(state.outer.fragments, state.fragments, strict=True)
         ]
         self._work = InnerLoop(0, (), 0, 0)  # the current training, or else the last one
-        self._ended_at: int | None = None  # outer step that applied the last training or, until then, that it was for
+        self._ended_at: int | None = None  # outer step that applied the last training; if none did, the one it was for
         self._index: int | None = None  # outer step of the last training, if workers can continue from its end
         self._state_lock = asyncio.Lock()  # held while theta changes or is copied
         self.is_our_turn: Callable[[], bool] = lambda: False

@@ -194,7 +194,7 @@ async def state_for(run: Run, transport: FollowTransport) -> LocalState:
 
 
 async def unless_failed(work: Coroutine[Any, Any, T], failure: Coroutine[Any, Any, DilocoPeerError]) -> T:
-    """Return the result of `work`, or raise the error that `failure` returns if it returns first."""
+    """Return the result of `work`. If `failure` returns first, raise the error that it returns."""
     working, failing = start_task(work), start_task(failure)
     try:
         await asyncio.wait((working, failing), return_when=asyncio.FIRST_COMPLETED)

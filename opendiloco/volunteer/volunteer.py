@@ -213,7 +213,7 @@ async def volunteer_with(
 
 
 def _prune_log(folder: RunFolder, log: LogFolder) -> None:
-    """Delete entries older than the checkpoints from which this machine may resume."""
+    """Delete the log's entries that are older than the checkpoints from which this machine may resume."""
     try:
         newest = Checkpoints(folder.checkpoints, folder.run_id).indices()[:RESUMABLE]
         log.prune(min(newest, default=0))
@@ -454,7 +454,7 @@ class Volunteer:
 
 
 def _bytes_by_purpose(sent: int, received: int) -> dict[str, tuple[int, int]]:
-    """Return the bytes of bulk data that were sent and received, by purpose."""
+    """Return the numbers of bytes of bulk data that were sent and received, by purpose."""
     counts = {"rounds": metrics.moved(metrics.ROUND_BYTES), "measuring": metrics.moved(metrics.MEASURING_BYTES)}
     known = [sum(directions) for directions in zip(*counts.values(), strict=True)]
     return counts | {"serving": (max(0, sent - known[0]), max(0, received - known[1]))}
