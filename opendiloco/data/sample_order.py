@@ -49,7 +49,6 @@ class _Permutation:
         self._keys = _mix(root + np.arange(FEISTEL_ROUNDS).astype(np.uint64))
 
     def __call__(self, positions: Numbers) -> Numbers:
-        """Return the number to which the permutation maps each of `positions`."""
         values = self._scramble(positions.astype(np.uint64))
         while np.any(outside := values >= self._size):
             values[outside] = self._scramble(values[outside])

@@ -76,7 +76,6 @@ def sweep(folder: Path) -> None:
 
 
 def _tensors(values: int) -> tuple[Parameter, Parameter]:
-    """Return the file header's description of the two tensors, momentum and theta, of `values` values each."""
     return Parameter("momentum", (values,), 0), Parameter("theta", (values,), values)
 
 

@@ -59,7 +59,6 @@ class Remote:
     """A remote folder at a URL. If the folder does not exist, it is created."""
 
     def __init__(self, url: str) -> None:
-        """Open or create the folder at `url`. Raises: RemoteError."""
         import fsspec
 
         self._url = url

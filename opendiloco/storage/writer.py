@@ -228,7 +228,6 @@ class MomentsJob:
 
     @property
     def _ending(self) -> str:
-        """The suffix that all of this peer's files of moments have in common."""
         return self.path.name.removeprefix(f"outer-step-{self.index:06}")
 
     def write(self) -> int:

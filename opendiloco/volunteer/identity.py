@@ -128,7 +128,6 @@ async def wait_for_copy(transport: HivemindTransport, run_id: str, peer: Peer) -
 
 
 def _copied(me: str, other: Heartbeat) -> CopiedKeyError:
-    """Return the error with which this process ends, because the heartbeat `other` has the same key as this peer."""
     where = f", reached at {other.addresses[0]}" if other.addresses else ""
     return CopiedKeyError(
         f"another machine{where} takes part in {other.run} with the key of this one ({me}).",

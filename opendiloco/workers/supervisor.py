@@ -200,7 +200,6 @@ class Supervisor:
             self._die(error)
 
     def _hung(self, seconds: float) -> None:
-        """Kill the workers, because they have finished no inner step for `seconds` seconds."""
         minutes = f"{seconds / 60:.0f} minutes"
         self._lose(WorkerDeathError(f"the workers have finished no inner step in {minutes}.", LOOK_AT_DEVICE))
 
@@ -480,7 +479,6 @@ class _Watchdog:
         self._silent = 0
 
     def _wait(self) -> None:
-        """Schedule the watchdog's next check, in place of one that is already scheduled."""
         if self._look is not None:
             self._look.cancel()
         self._look = asyncio.get_running_loop().call_later(patience(self._slowest) / LOOKS, self._looked)

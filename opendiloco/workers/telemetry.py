@@ -202,7 +202,6 @@ def _labels(value: Any, path: str = "") -> Iterator[tuple[str, str]]:
 
 
 def _line_of(values: Mapping[str, float]) -> str:
-    """Return one training's `VALUES` as a line of text for the log."""
     known = {name: value for name, value in values.items() if not math.isnan(value)}
     norm = f"gradient norm {known['gradient_norm']:.3g}, " if "gradient_norm" in known else ""
     waiting = f"{known['data_wait_share']:.1%} waiting for data, " if "data_wait_share" in known else ""
@@ -219,7 +218,6 @@ def _line_of(values: Mapping[str, float]) -> str:
 
 
 def _outer_line_of(values: Mapping[str, float]) -> str:
-    """Return the known `OUTER_VALUES` of one outer step as a line of text for the log."""
     known = {name: value for name, value in values.items() if not math.isnan(value)}
     parts = [f"learning rate {values['learning_rate']:.3g}, momentum {values['momentum']:.3g}"]
     if "pseudo_gradient_norm" in known:
