@@ -18,8 +18,8 @@ from opendiloco.data.token_files import FEW_TOKENS
 
 
 class Ahead:
-    """A worker's starter of processes that tokenize shards in advance: one process at a time, and only for shards so
-    large that the token cache stores them on disk.
+    """A starter of processes that tokenize shards in advance: one process at a time, and only for shards so large that
+    the token cache stores them on disk.
 
     A failure of a process costs only time: the worker that needs the shard tokenizes it itself, and reports the error.
     """
@@ -30,8 +30,9 @@ class Ahead:
         self._begun: tuple[int, int] | None = None
 
     def tokenize(self, source: int, shard: int) -> None:
-        """Start a process that tokenizes a shard into the token cache, and return at once. Do nothing while an earlier
-        process runs, or if the shard is small or was the last one started. `source` is the source's index."""
+        """Start a process that tokenizes a shard into the token cache, and return at once. Do nothing while an
+        earlier process runs, if the shard is small, or if the last process was for this shard. `source` is the
+        source's index."""
         windows = self._config.data.all_sources[source].windows_per_shard or 0
         lies_on_disk = windows * self._config.training.sequence_length > FEW_TOKENS
         is_busy = self._process is not None and self._process.poll() is None
@@ -62,8 +63,8 @@ class Ahead:
 
 
 def main() -> None:
-    """Read a job from standard input, a line of JSON with the manifest, a source's index and a shard's number, and
-    tokenize that shard into the token cache."""
+    """Read a job from standard input, and tokenize its shard into the token cache. The job is a line of JSON with the
+    manifest, a source's index and a shard's number."""
     content, source, shard = json.loads(sys.stdin.buffer.readline())
     threading.Thread(target=_end_with_standard_input, daemon=True).start()
     os.nice(NICENESS)

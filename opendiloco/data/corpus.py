@@ -51,8 +51,8 @@ TEXT_SUFFIXES = frozenset({".txt", ".md", ".rst", ".py"})
 
 @dataclass(frozen=True)
 class Document:
-    """A text, or its token ids if the source holds tokens. A hash of `identity`, the file's name or the row's content,
-    decides whether the document is held out; of a long document, only the end is held out."""
+    """A text, or its token ids if the source holds tokens. `identity` is the file's name or the row's content; its hash
+    decides whether the document is held out. Of a long document, only the end is held out."""
 
     text: bytes
     identity: bytes
@@ -60,7 +60,7 @@ class Document:
 
     @property
     def size(self) -> int:
-        """The bytes of the document's text; if the document has token ids instead, an estimate of 4 bytes per token."""
+        """The size of the document's text in bytes; for token ids instead, an estimate of 4 bytes per id."""
         return len(self.text) + 4 * (0 if self.tokens is None else len(self.tokens))
 
     def is_held_out(self, fraction: float) -> bool:
@@ -71,8 +71,8 @@ class Document:
 
 
 def open_corpus(section: SourceSection) -> _TextFiles | _Rows:
-    """Return a reader of a source's documents. Their order is the same on every machine that has the same files, and
-    the reader's `fingerprint` changes with the files. Raises: DataError if the source cannot be read."""
+    """Return a reader of a source's documents. Machines with the same files read the documents in the same order, and
+    the reader's `fingerprint` changes when the files change. Raises: DataError if the source cannot be read."""
     if section.source == STANDARD_LIBRARY:
         root = Path(sysconfig.get_path("stdlib"))
         files = [path for path in root.rglob("*.py") if not EXCLUDED_FOLDERS & set(path.relative_to(root).parts[:-1])]
@@ -86,7 +86,7 @@ def open_corpus(section: SourceSection) -> _TextFiles | _Rows:
             return _TextFiles(section, Path(os.path.commonpath([file.parent for file in files])), files)
         return _Rows(section, files)
     texts = [path for path in folder.rglob("*") if _is_text(path) and not _is_hidden(path.relative_to(folder))]
-    if set(texts) - {folder / "README.md"}:  # a README.md alone describes a data set, and is no text
+    if set(texts) - {folder / "README.md"}:  # a README.md alone does not count, because it describes a data set
         return _TextFiles(section, folder, texts)
     return _Rows(section)
 
@@ -123,7 +123,7 @@ def _named_files(source: str) -> list[Path]:
 
 
 class _TextFiles:
-    """The documents of text files, one per file. With n shards, shard i has every n-th file, from file i on."""
+    """A reader of text files, one document per file. With n shards, shard i has every n-th file, from file i on."""
 
     is_stream = False
 
@@ -161,7 +161,7 @@ class _TextFiles:
 
 
 class _Rows:
-    """The documents of a data set, one per row, which `datasets` reads from Parquet, JSON, CSV, Arrow or text files."""
+    """A reader of a data set, one document per row, from Parquet, JSON, CSV, Arrow or text files."""
 
     def __init__(self, section: SourceSection, files: Sequence[Path] = ()) -> None:
         self._section = section
@@ -220,7 +220,7 @@ class _Rows:
         return islice(rows.shard(num_shards=files, index=file), part.start, None, part.step)
 
     def _load(self, part: slice = WHOLE) -> Any:
-        """Return the data set's rows with only the section's column; of Parquet files, only the row groups `part`.
+        """Return the rows with only the section's column; of Parquet files, only the rows of the row groups `part`.
 
         Raises: DataError if the column does not exist, or has a type that `datasets` decodes: images, for instance, are
         fetched from URLs or opened at paths that the rows name.
@@ -228,7 +228,7 @@ class _Rows:
         section = self._section
         rows = self._open(part)
         types = rows.features
-        columns = list(next(iter(rows), {}) if types is None else types)  # without types no URL is fetched
+        columns = list(next(iter(rows), {}) if types is None else types)  # reading a row of unknown type fetches no URL
         if section.column not in columns:
             is_csv = getattr(self, "_builder", None) is not None and self._builder.name == "csv"
             first = " The first line of a CSV file must name its columns, separated by commas." * is_csv
@@ -260,8 +260,8 @@ class _Rows:
 
 
 class _SavedRows(_Rows):
-    """The documents of a folder written by `save_to_disk` of `datasets`. Each shard has equally many rows, or one
-    fewer."""
+    """A reader of a folder written by `save_to_disk` of `datasets`, one document per row. The shards' numbers of rows
+    differ by at most one."""
 
     def __init__(self, section: SourceSection) -> None:
         self._section = section
@@ -295,7 +295,7 @@ def tokenizing(section: SourceSection, shard: int | None) -> str:
 
 @contextmanager
 def _explained(section: SourceSection) -> Iterator[None]:
-    """Raise a DataError that names the cause for every exception that `datasets` raises within the context."""
+    """Turn each exception that `datasets` raises in the `with` block into a DataError that names the cause."""
     try:
         yield
     except DataError:
@@ -310,15 +310,15 @@ def _explained(section: SourceSection) -> Iterator[None]:
 
 
 def _innermost(error: BaseException) -> str:
-    """Return the message of an exception's original cause, which `datasets` wraps in exceptions that add nothing."""
+    """Return the message of an exception's first cause, because `datasets` wraps it in exceptions that add nothing."""
     while error.__cause__ is not None:
         error = error.__cause__
-    words = " ".join(str(error).split()) or type(error).__name__  # on one line, because some messages have several
+    words = " ".join(str(error).split()) or type(error).__name__  # joins the message's lines into one
     return f"{words[:300].removesuffix('.')}."
 
 
 def _check_split(section: SourceSection, splits: list[str]) -> None:
-    """Raise DataError if the source does not have all splits that the section names, joined by plus signs."""
+    """Raise DataError if the source lacks a split that `section.split` names. Plus signs separate several names."""
     named = (re.match(r"[\w.-]+", part.strip()) for part in section.split.split("+"))
     for split in (match[0] for match in named if match is not None):
         if split not in (*splits, "all"):
@@ -328,7 +328,7 @@ def _check_split(section: SourceSection, splits: list[str]) -> None:
 
 
 def _is_plain(feature: Any) -> bool:
-    """Return True if a column's type is a plain value, such as text, or a list of plain values, never decoded."""
+    """Return True if a column has plain values, such as text, or lists of them, which `datasets` does not decode."""
     import datasets
 
     if isinstance(feature, datasets.List | datasets.LargeList):
@@ -361,20 +361,20 @@ GZIP = ".gz"
 COMPRESSED = frozenset({GZIP, ".bz2", ".xz", ".zst"})
 HUB_SECONDS = 100.0  # seconds to wait for one answer of the hub, as in `datasets`
 ROWS_AT_ONCE = 16  # rows of a Parquet file read at once: few, because their size is known only once they are read
-TABLE_BYTES = 1 << 24  # least bytes of rows in each table but the last, because every table takes some time of its own
+TABLE_BYTES = 1 << 24  # least bytes of rows in each table but the last; more, smaller tables would take more time
 PIECE_BYTES, PARQUET_GROWTH = 1 << 30, 1000
 """A Parquet file's rows may take PIECE_BYTES plus PARQUET_GROWTH times the file's bytes. A file of another format that
 is read as a whole may have PIECE_BYTES, uncompressed."""
 LONGEST_LINE = 1 << 28
 """Most bytes or characters of a line."""
-MOST_NOT_UTF8 = 0.01  # largest share of a JSON file's lines that are skipped because they are not UTF-8
+MOST_NOT_UTF8 = 0.01  # largest share of a JSON file's lines, 0 to 1, that may be skipped because they are not UTF-8
 _NOT_UTF8 = object()
 LINES_AT_ONCE = 1 << 23
 """Bytes of a JSON file that are read at once."""
 
 
 def _open_builder(section: SourceSection, chosen: Sequence[Path] = ()) -> Any:
-    """Return the `datasets` builder for a folder, the files `chosen` or a hub data set, after a check of its files.
+    """Check the files of a folder or hub data set, or the `chosen` files, and return a `datasets` builder for them.
 
     The hub is asked without a token. With one, a manifest could name a data set that only this machine's owner may
     read. Only the section's column is read, and the cache has a separate folder for each column.
@@ -390,7 +390,7 @@ def _open_builder(section: SourceSection, chosen: Sequence[Path] = ()) -> Any:
         if any(".tsv" in file.suffixes for file in chosen):
             options["sep"] = "\t"
     elif is_local(source):
-        path = os.path.abspath(source)  # `datasets` could take a bare name for a file format
+        path = os.path.abspath(source)  # an absolute path, because `datasets` could take a bare name for a file format
         cards = [Path(path, name) for name in _card_names()]
     else:
         path, (revision, cards) = f"hf://datasets/{source}", _hub_cards(source, section.revision)
@@ -420,7 +420,7 @@ def _open_builder(section: SourceSection, chosen: Sequence[Path] = ()) -> Any:
 
 
 def _format_of(source: str, files: Sequence[Path]) -> str:
-    """Return the one `datasets` format, such as "json", that all files have by their suffixes. Raises: DataError."""
+    """Return the `datasets` format, such as "json", that the suffixes of all files name. Raises: DataError."""
     from datasets.packaged_modules import _EXTENSION_TO_MODULE
 
     suffixes = {next((each for each in reversed(file.suffixes) if each not in COMPRESSED), "") for file in files}
@@ -434,7 +434,7 @@ def _format_of(source: str, files: Sequence[Path]) -> str:
 
 
 def _read_only(builder: Any, column: str) -> None:
-    """Make a `datasets` builder read only one column, which some files may lack. Files may differ in other columns."""
+    """Make a `datasets` builder read only the column `column`. Some files may lack it, and differ in other columns."""
     import datasets
     import pyarrow as pa
 
@@ -462,7 +462,7 @@ def _read_only(builder: Any, column: str) -> None:
 
 
 def _naming_files(section: SourceSection, generate: Callable[..., Iterator[Any]], **files: Any) -> Iterator[Any]:
-    """Yield the tables that the function `generate` reads from files. Raises: DataError that names the bad file."""
+    """Yield the tables that the function `generate` reads from `files`. Raises: DataError that names the bad file."""
     opened = [""]
 
     def recorded(paths: Iterable[str]) -> Iterator[str]:
@@ -500,7 +500,7 @@ def _json_tables(
     allow_full_read: bool = True,
     **_: object,
 ) -> Iterator[tuple[Any, Any]]:
-    """Yield tables of one column from JSON files, each with an object in every line, or with one list of objects.
+    """Yield tables of one column from JSON files. A file has an object in every line, or it is one list of objects.
 
     The reader of `datasets` reads all columns, and refuses a file whose rows differ in any. Rows that are not objects
     are skipped and counted. Raises: DataError if no row has the column, or if many rows are not UTF-8.
@@ -552,8 +552,8 @@ def _json_tables(
 
 
 def _json_rows(file: Any) -> Iterator[list[tuple[int, Any]]]:
-    """Yield lists of pairs (number of line or item, value) for a JSON file's lines, or the items of its one list. The
-    value is None for a line that is not JSON, and `_NOT_UTF8` for a line that is not UTF-8. Raises: _TooLongError."""
+    """Yield lists of pairs (number, value) for the lines of a JSON file, or for the items of its one list. The value is
+    None for a line that is not JSON, and `_NOT_UTF8` for a line that is not UTF-8. Raises: _TooLongError."""
     begun, first = file.read(LINES_AT_ONCE).removeprefix(codecs.BOM_UTF8), 1
     if begun.lstrip().startswith(b"["):
         whole = begun + file.read(max(PIECE_BYTES + 1 - len(begun), 0))
@@ -586,7 +586,7 @@ def _json_value(line: bytes) -> Any:
 def _parquet_tables(
     builder: Any, section: SourceSection, part: slice, files: Iterable[str], **_: object
 ) -> Iterator[Any]:
-    """Yield tables of about 16 MiB, each after its `datasets` key: the rows of Parquet files, or of a `part` of each.
+    """Yield pairs of a `datasets` key and a table of about 16 MiB: rows of Parquet files, or of a `part` of each.
 
     A part is every n-th row group, or every n-th row of a file with fewer than n row groups. The reader of `datasets`
     reads a whole row group at once. In a file of some hundred bytes, a row group can hold many gigabytes: one long text
@@ -643,7 +643,7 @@ def _tables_of_lines(generate: Callable[..., Iterator[Any]], **files: Any) -> It
 
 
 class _TooLongError(Exception):
-    """The error for a line, or a file read as a whole, that is too long to hold in memory."""
+    """Error: a line, or a file that must be read as a whole, is too long to hold in memory."""
 
 
 def _too_long(source: str, error: _TooLongError) -> DataError:
@@ -654,10 +654,10 @@ def _too_long(source: str, error: _TooLongError) -> DataError:
 
 
 def _open_bounded(opening: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-    """Return the file that the function `opening` opens, with a limit on the bytes or characters of each read."""
+    """Open a file with the function `opening`, limit the bytes or characters of each read, and return the file."""
     file = opening(*arguments, **options)
     file.read = partial(_read_some, file.read, PIECE_BYTES)
-    if not hasattr(file, "readuntil"):  # an fsspec file, which has `readuntil`, takes no size in readline
+    if not hasattr(file, "readuntil"):  # `readline` of an fsspec file, which has `readuntil`, takes no size
         file.readline = partial(_read_some, file.readline, LONGEST_LINE)
     return file
 
@@ -673,7 +673,6 @@ def _read_some(read: Callable[[int], Any], most: int, size: int = -1) -> Any:
 
 
 def _data_files(builder: Any) -> list[str]:
-    """Return the paths or URLs of a builder's data files in all splits."""
     return [str(file) for part in (builder.config.data_files or {}).values() for file in part]
 
 
@@ -685,7 +684,7 @@ def _card_names() -> tuple[str, str]:
 
 
 def _hub_cards(name: str, revision: str | None) -> tuple[str, list[Path]]:
-    """Return the id of the commit that a revision of a data set names, and local copies of the cards in that commit."""
+    """Return the id of the commit that `revision` of a data set names, and local copies of the cards in that commit."""
     from datasets import config
     from huggingface_hub import HfApi
     from huggingface_hub.errors import EntryNotFoundError

@@ -27,14 +27,14 @@ TOKENIZER_FILES = ("*.json", "*.txt", "*.model")
 
 
 def is_local_path(path: str) -> bool:
-    """Return True if a path leads to a file or folder of this machine, and False if it is a valid hub name, even if a
-    folder in the working directory has the same name."""
+    """Return True if `path` is a local path: anything but a valid hub name, even if a folder in the working directory
+    has that name."""
     return HUB_NAME.fullmatch(path) is None
 
 
 def pretrained_folder(path: str, *wanted: str) -> Path:
-    """Return the folder `path`, or the folder into which the files of the hub name `path` that match the patterns
-    `wanted` are downloaded. Raises: OSError, ValueError."""
+    """Return the local folder `path` or, if `path` is a hub name, the folder into which this function downloads its
+    files that match the patterns `wanted`. Raises: OSError, ValueError."""
     if is_local_path(path):
         if not Path(path).is_dir():
             raise FileNotFoundError("there is no such folder")
@@ -89,8 +89,8 @@ def check_tokenizer(folder: Path) -> None:
 
 
 def _growth(normalizer: Any) -> float:
-    """Return the largest factor by which a tokenizer's normalizer can lengthen a text: the product over its
-    replacements."""
+    """Return the largest factor by which a tokenizer's normalizer can lengthen a text. The factors of successive
+    replacements are multiplied."""
     if not isinstance(normalizer, dict):
         return 1.0
     if normalizer.get("type") == "Sequence":
@@ -116,7 +116,7 @@ LOOK_SECONDS = 1.0  # seconds between two measurements of the download folder
 
 @contextmanager
 def downloading(name: str, kind: Literal["model", "dataset"], wanted: Sequence[str]) -> Iterator[None]:
-    """Report to the progress display, until the context ends, the share of a hub model's or data set's bytes that has
+    """Report to the progress display, during the `with` block, the share of a hub model's or data set's bytes that has
     been downloaded.
 
     Only files whose names match `wanted` count. All data sets share one download folder, so bytes that are there before
@@ -153,8 +153,8 @@ def downloading(name: str, kind: Literal["model", "dataset"], wanted: Sequence[s
 
 
 def _bytes_of(name: str, kind: str, wanted: Sequence[str]) -> int | None:
-    """Return the total bytes of a hub repository's files that match the patterns `wanted`; None if the hub does not
-    report the sizes or cannot be reached."""
+    """Return the total size, in bytes, of a hub repository's files that match the patterns `wanted`; None if the hub
+    does not report the sizes or cannot be reached."""
     from huggingface_hub import HfApi
 
     try:
@@ -166,8 +166,8 @@ def _bytes_of(name: str, kind: str, wanted: Sequence[str]) -> int | None:
 
 
 def folder_bytes(folder: Path) -> int:
-    """Return the total bytes of the files in a folder, without its subfolders. A file that is deleted during the call
-    does not count."""
+    """Return the total size, in bytes, of the files in a folder, without its subfolders. A file that is deleted during
+    the call does not count."""
     size = 0
     for path in folder.glob("*"):
         with suppress(OSError):

@@ -25,8 +25,8 @@ def cache_folder() -> Path:
 
 @dataclass(frozen=True)
 class OwnFiles:
-    """The paths that a machine's owner names: the model's folder, and the tokenizer's folder or file; None for no
-    path."""
+    """The paths that a machine's owner has named: the model's folder, and the tokenizer's folder or file. None: not
+    named."""
 
     model: Path | None = None
     tokenizer: Path | None = None
@@ -44,8 +44,8 @@ FORMAT = re.compile(
 
 
 def is_local(source: str) -> bool:
-    """Return True if a data source is, or could be, a file or folder of this machine; False for the standard library
-    and for data sets on the hub."""
+    """Return True if a data source may be a file or folder of this machine, and False for the standard library or a
+    data set on the hub."""
     from opendiloco.config.data import STANDARD_LIBRARY  # a late import: pydantic would slow down `--help`
 
     is_on_the_hub = HUB_NAME.fullmatch(source) and not FORMAT.fullmatch(source) and not os.path.lexists(source)
@@ -96,8 +96,8 @@ def _replaced(source: SourceSection, folder: Path) -> SourceSection:
 
 
 def check_files(source: str, files: Iterable[str]) -> None:
-    """Raise DataError if one of a data set's `files` lies outside of the folder `source`, or outside of the hub for a
-    hub name. A data set's README can name any file of this machine, or any URL."""
+    """Raise DataError if one of a data set's `files` lies outside of the folder `source` or, if `source` is a hub name,
+    outside of the hub. A data set's README can name any file of this machine, or any URL."""
     folder = Path(source).resolve() if is_local(source) else None
     for file in files:
         if folder is None:
@@ -112,8 +112,8 @@ def check_files(source: str, files: Iterable[str]) -> None:
 
 
 def check_card(source: str, card: Path) -> None:
-    """Raise DataError if a data set's card names files outside of the data set. `datasets` would look for such files
-    before it reports their names."""
+    """Raise DataError if a data set's card names files outside of the data set. Check this before `datasets` reads the
+    card, because `datasets` would look for such files at once."""
     import yaml  # type: ignore[import-untyped]
     from huggingface_hub import DatasetCard
 
@@ -152,6 +152,6 @@ def copy_folder(section: SourceSection) -> Path:
 
 
 def copy_kept(section: SourceSection) -> AbstractContextManager[None]:
-    """Return a context during which the copy that `datasets` makes of a local source stays on disk, readable only for
-    this user. The last process that leaves the context deletes the copy."""
+    """Return a context that keeps the copy that `datasets` makes of a local source on disk, readable only for this
+    user. The last process that leaves the context deletes the copy."""
     return shared_folder(copy_folder(section)) if is_local(section.source) else nullcontext()

@@ -29,7 +29,7 @@ Numbers = NDArray[np.int64]
 
 
 def numbers_of(lease: Iterable[SampleRange]) -> Numbers:
-    """Return the sample numbers in the ranges of a lease, as one array in the lease's order."""
+    """Return the sample numbers of a lease as one array, in the order of the lease's ranges."""
     parts = [np.arange(piece.start, piece.stop, dtype=np.int64) for piece in lease]
     return np.concatenate(parts) if parts else np.empty(0, np.int64)
 
@@ -49,7 +49,6 @@ class _Permutation:
         self._keys = _mix(root + np.arange(FEISTEL_ROUNDS).astype(np.uint64))
 
     def __call__(self, positions: Numbers) -> Numbers:
-        """Return an array with the number to which each of `positions` is permuted."""
         values = self._scramble(positions.astype(np.uint64))
         while np.any(outside := values >= self._size):
             values[outside] = self._scramble(values[outside])
@@ -71,8 +70,8 @@ def _mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 class Mixture:
-    """A rule that deals sample numbers to sources in exact proportions: of any sum(shares) consecutive numbers, source
-    s gets shares[s].
+    """A rule that assigns sample numbers to sources in exact proportions: of any sum(shares) consecutive numbers,
+    source s gets shares[s].
 
     Within such a cycle, each number goes to the source that is furthest behind its share (smooth weighted round robin),
     so that every stretch of numbers is close to the proportions.
@@ -82,7 +81,7 @@ class Mixture:
         self.shares = np.array(shares, np.int64)
         self.cycle = int(self.shares.sum())
         self._source = np.empty(self.cycle, np.int64)
-        self._place = np.empty(self.cycle, np.int64)  # index of each number of a cycle among its source's numbers
+        self._place = np.empty(self.cycle, np.int64)  # each number's index among its source's numbers
         behind, dealt = np.zeros_like(self.shares), np.zeros_like(self.shares)
         for number in range(self.cycle):
             behind += self.shares
@@ -92,14 +91,14 @@ class Mixture:
             dealt[source] += 1
 
     def assign(self, numbers: Numbers) -> tuple[Numbers, Numbers]:
-        """Return the source of each number, and the number's index among that source's numbers; both have the shape of
-        `numbers`."""
+        """Return the source of each number, and the number's index among all numbers of that source. Both arrays have
+        the shape of `numbers`."""
         cycles, places = np.divmod(numbers, self.cycle)
         sources = self._source[places]
         return sources, cycles * self.shares[sources] + self._place[places]
 
     def dealt(self, count: int) -> Numbers:
-        """Return an array with the quantity of numbers from 0 to `count` - 1 that each source gets."""
+        """Return, as an array, how many of the numbers from 0 to `count` - 1 each source gets."""
         cycles, rest = divmod(count, self.cycle)
         return cycles * self.shares + np.bincount(self._source[:rest], minlength=len(self.shares))
 
@@ -108,12 +107,12 @@ _mixture_of = lru_cache(maxsize=64)(Mixture)
 
 
 class Mixtures:
-    """The assignment of sample numbers to sources by phases, each with its own mixture. A phase continues each source
-    at the sample where the phase before stopped, so each sample of a source is dealt once."""
+    """The assignment of sample numbers to sources in phases, each with its own mixture. In a new phase, each source
+    goes on at the sample where it stopped, so each sample of a source is assigned once."""
 
     def __init__(self, phases: Sequence[MixturePhase]) -> None:
-        """Create the assignment from phases that are sorted by their first number; the first phase begins with number
-        0."""
+        """Create the assignment. The phases must be sorted by their first sample numbers, and the first phase begins
+        with number 0."""
         self.phases = tuple(phases)
         self._firsts = np.array([phase.first for phase in phases], np.int64)
         self._mixtures = [_mixture_of(phase.shares) for phase in phases]
@@ -123,8 +122,8 @@ class Mixtures:
             self._dealt.append(self._dealt[-1] + mixture.dealt(after.first - before.first))
 
     def assign(self, numbers: Numbers) -> tuple[Numbers, Numbers]:
-        """Return the source of each number, and the number's index among that source's numbers; both have the shape of
-        `numbers`."""
+        """Return the source of each number, and the number's index among all numbers of that source. Both arrays have
+        the shape of `numbers`."""
         sources, positions = np.empty_like(numbers), np.empty_like(numbers)
         for phase, here in _groups(np.searchsorted(self._firsts, numbers, side="right") - 1):
             found, places = self._mixtures[phase].assign(numbers[here] - self._firsts[phase])
@@ -169,7 +168,7 @@ class Shuffled:
         self._windows_per_shard = windows_per_shard
         self._seed = seed
         self._soon = soon
-        self._following: dict[int, int] = {}  # number of each expected visit to a shard, by that of the visit before it
+        self._following: dict[int, int] = {}  # by number of a visit to a shard: number of the next expected visit
 
     @classmethod
     def whole(cls, windows: Windows, seed: int) -> Shuffled:
@@ -181,7 +180,7 @@ class Shuffled:
         1)."""
         visits, places = np.divmod(positions, self._windows_per_shard)
 
-        def read(visit: int, here: NDArray[np.bool_]) -> Numbers:  # `visit`: number of shards earlier in the order
+        def read(visit: int, here: NDArray[np.bool_]) -> Numbers:  # `visit` counts the shards read, over all epochs
             windows = self._shard(self._visited(visit))
             chosen = _Permutation(self._windows_per_shard, self._seed, visit)(places[here])
             found = windows.read(chosen % windows.count)
@@ -214,15 +213,15 @@ class SampleOrder:
         self._leased: Numbers = np.empty(0, np.int64)
 
     def mix(self, phases: Sequence[MixturePhase]) -> None:
-        """Set the mixtures of later phases. Each phase applies from its first sample number on, and the original
-        mixture before. Samples before a new phase do not change."""
+        """Set the mixtures of later phases. A mixture applies from its phase's first sample number on; before the first
+        of these phases, the original mixture applies. Samples before a new phase do not change."""
         wanted = (self._mixtures.phases[0], *phases)
         if wanted != self._mixtures.phases:
             self._mixtures = Mixtures(wanted)
 
     def expect(self, lease: Numbers) -> None:
-        """Record the sample numbers of the lease that is read next. The lease after that is expected at the same
-        distance as between the last two leases."""
+        """Record the sample numbers of the lease that is read next. The lease after it is expected at the same distance
+        as the one between the last two leases."""
         if not len(lease) or np.array_equal(lease, self._leased):
             return
         before, self._leased = self._leased, lease
@@ -256,8 +255,8 @@ class HeldOutWindows:
         return int(self._counts.sum())
 
     def spread(self, windows: int) -> NDArray[np.int64]:
-        """Return the numbers of at most `windows` held-out windows, in the mixture's proportions and evenly spread over
-        each source."""
+        """Return the numbers of at most `windows` held-out windows: from each source in the mixture's proportion,
+        evenly spread over the source."""
         shares = self._mixture.shares
         is_read = shares > 0
         enough = int(np.min(self._counts[is_read] * self._mixture.cycle // shares[is_read]))
@@ -307,12 +306,12 @@ def _by_group(keys: Numbers, read: Callable[[int, NDArray[np.bool_]], Numbers]) 
 
 
 # Batches --------------------------------------------------------------------------------------------------------------
-AHEAD = 2  # batches read in advance: a single batch would not cover a slow read
+AHEAD = 2  # number of batches read in advance; with only one, training would wait for a slow read
 
 
 class Batches:
-    """An iterable over batches of the training samples with these numbers: `batch_size` windows in each batch, possibly
-    fewer in the last.
+    """An iterable over training samples in batches of `batch_size` windows, possibly fewer in the last batch. `numbers`
+    are the numbers of the samples.
 
     A thread reads up to `AHEAD` batches in advance. `waited` is the seconds that training has waited for batches,
     including the first. Its share of the training time is reported as `data_wait_share`.

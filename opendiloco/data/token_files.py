@@ -42,8 +42,8 @@ Piece = tuple[bool, TokenArray]
 
 @dataclass(frozen=True)
 class Tokens:
-    """All token ids of a source or a shard, concatenated: those of training documents and those held out.
-    `known_digest` is the result of `digest_of_tokens` if that is known already."""
+    """The token ids of a source or a shard: those for training and those held out. `known_digest` is the result of
+    `digest_of_tokens` for them, if known already."""
 
     training: TokenArray
     held_out: TokenArray
@@ -62,7 +62,7 @@ class _AboutPart(Section):
 
 
 class _Files(Section):
-    """The description in about.json of the two token files, one for training and one held out."""
+    """The description in about.json of two token files, with the training tokens and the held-out tokens."""
 
     dtype: Dtype
     training: _AboutPart
@@ -74,7 +74,7 @@ class _Files(Section):
 
     @property
     def digest(self) -> str:
-        """The `digest_of_tokens` of the two token files, computed from their description alone."""
+        """The result of `digest_of_tokens` for the two token files, computed from their description alone."""
         return _digest_of_parts((self.dtype, part.tokens, part.digest) for part in self.parts.values())
 
 
@@ -94,8 +94,8 @@ def _write_parts(folder: Path, dtype: Dtype, pieces: Iterable[Piece]) -> _Files:
 
 
 def _map_part(path: Path, dtype: Dtype, digest: str | None = None) -> TokenArray:
-    """Return the memory-mapped token ids of a file. Raises: OSError; ValueError if the file's BLAKE3 digest is not
-    `digest`."""
+    """Return the token ids of a file, memory-mapped. Raises: OSError; ValueError if `digest` is given and is not the
+    file's BLAKE3 digest."""
     if digest is not None and blake3().update_mmap(path).hexdigest() != digest:
         raise ValueError(f"{path.name} does not match its digest")
     if path.stat().st_size == 0:  # numpy cannot map an empty file
@@ -115,7 +115,7 @@ def digest_of_tokens(tokens: Tokens) -> str:
 
 
 def _digest_of_parts(parts: Iterable[tuple[str, int, str]]) -> str:
-    """Return a source's digest from the type, number of tokens and BLAKE3 digest of its two token files."""
+    """Return a source's digest. `parts` are the type, number of tokens and BLAKE3 digest of each of its token files."""
     return str(blake3(repr([tuple(part) for part in parts]).encode()).hexdigest())
 
 
@@ -137,13 +137,13 @@ CHECKED, LOCK, PARTIAL = ".checked", ".lock", ".partial"
 
 
 def few_tokens(section: TokenizerSection, workers: int) -> int:
-    """Return the most tokens of a source that each worker keeps in memory. With several workers, a slow tokenizer has a
-    lower limit, because each worker would tokenize the source itself."""
+    """Return the largest number of tokens of a source that each worker keeps in memory. With several workers, it is
+    lower for a slow tokenizer, because each worker would tokenize the source itself."""
     return FEW_TOKENS if workers == 1 or section.kind == "bytes" else FEW_SHARED_TOKENS
 
 
 class TokenCache:
-    """A cache of token ids on this machine. A key stands for everything that determines the token ids of an entry.
+    """A cache of token ids on this machine. An entry's key is computed from everything that determines its token ids.
 
     Up to `few` tokens stay in memory, unless they are costly and several processes share the cache. When an entry is
     written, the least recently opened ones are removed until all take at most `kept_bytes`. A process that has a
@@ -159,8 +159,9 @@ class TokenCache:
         self._is_shared = is_shared
 
     def tokens(self, key: str, dtype: Dtype, read: Callable[[], Iterator[Piece]], is_costly: bool = False) -> Tokens:
-        """Return the tokens of the cache entry `key`; without an entry, those that `read` yields, which become an entry
-        on disk unless they are few. Raises: MachineError if the cache cannot be written; exceptions of `read`."""
+        """Return the tokens of the cache entry `key`. If there is no such entry, return the tokens that `read` yields,
+        and write them as an entry to disk unless they are few. Raises: MachineError if the cache cannot be written;
+        exceptions of `read`."""
         if (kept := self._open(key)) is not None:
             return kept
         pieces, few = read(), (bytearray(), bytearray())
@@ -180,8 +181,8 @@ class TokenCache:
         return written
 
     def once(self, key: str, check: Callable[[], None]) -> None:
-        """Call the function `check`, unless a `check` with this key has passed on this machine. Raises: its exceptions;
-        MachineError if the cache folder cannot be written."""
+        """Call `check`, unless a check with the same `key` has already passed on this machine. Raises: the exceptions
+        of `check`; MachineError if the cache folder cannot be written."""
         passed = self._folder / f"{key}{CHECKED}"
         if passed.exists():
             return
@@ -204,8 +205,8 @@ class TokenCache:
         return [path for path in self._folder.glob("*") if path.is_dir() and not path.suffix]
 
     def _make_room(self, key: str) -> None:
-        """Delete unfinished entries of killed processes, and the least recently opened entries beyond `kept_bytes`, but
-        never the entry `key`."""
+        """Delete unfinished entries of killed processes. Delete the least recently opened entries until all take at
+        most `kept_bytes`, but never the entry `key`."""
         for partial in self._folder.glob(f"*{PARTIAL}"):
             with suppress(BlockingIOError, MachineError), self._locked(partial.stem, waits=False):
                 shutil.rmtree(partial, ignore_errors=True)
@@ -249,8 +250,8 @@ class TokenCache:
 
     @contextmanager
     def _locked(self, key: str, waits: bool = True) -> Iterator[None]:
-        """Hold the lock of the entry `key` within the context. Raises: MachineError if the lock file cannot be created;
-        BlockingIOError if another process holds the lock and `waits` is False."""
+        """Hold the lock of the entry `key` during the `with` block. Raises: MachineError if the lock file cannot be
+        created; BlockingIOError if another process holds the lock and `waits` is False."""
         path = self._folder / f"{key}{LOCK}"
         file = self._lock(path, waits)
         try:
@@ -299,7 +300,7 @@ def _age(path: Path) -> float:
 # A folder is checked when it is first opened on a machine.
 
 FORMAT: Literal["diloco-peer tokens, version 1"] = "diloco-peer tokens, version 1"
-CHECKED_AT_ONCE = 1 << 24  # tokens read at once while a folder is checked, to bound memory
+CHECKED_AT_ONCE = 1 << 24  # number of tokens that a check reads at once, to limit its memory
 ANEW = "Create the folder again with `diloco-peer tokenize`, or copy it again."
 
 
@@ -404,8 +405,8 @@ def _check_fits(folder: Path, about: _About, tokenizer: Tokenizer, split: float)
 
 
 def _check_values(folder: Path, about: _About) -> None:
-    """Raise DataError if a token folder's files contain an id outside of the vocabulary, or do not match the digests in
-    `about`. All files are read."""
+    """Read all files of a token folder. Raise DataError if they contain an id outside of the vocabulary, or do not
+    match the digests in `about`."""
     for name, part in about.parts.items():
         path, digest = folder / name, blake3(max_threads=blake3.AUTO)
         tokens = _map_part(path, about.dtype)

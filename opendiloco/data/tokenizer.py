@@ -1,4 +1,4 @@
-"""Tokenizers: text to token ids and back. The default tokenizer's id b is byte b, and three special tokens follow.
+"""Tokenizers: text to token ids and back. In the default tokenizer, id b is byte b, and three special tokens follow.
 
 The byte tokenizer also exists as a `tokenizers` object with the same ids, so that an exported model loads with
 `AutoTokenizer` alone.
@@ -54,13 +54,12 @@ class ByteTokenizer:
         return np.frombuffer(text, np.uint8).astype(np.uint16)
 
     def byte_count(self, ids: NDArray[np.int64]) -> int:
-        """Return the number of UTF-8 bytes of text that consecutive token ids stand for. Special tokens stand for
-        none."""
+        """Return the number of UTF-8 bytes of the text that consecutive token ids stand for, without special tokens."""
         return int((ids < BEGIN).sum())
 
     def encode_documents(self, texts: Sequence[bytes]) -> list[TokenArray]:
-        """Return the token ids of each text, as from `encode_document`. A pretrained tokenizer uses all cores of the
-        machine."""
+        """Return the token ids of each text, as `encode_document` returns them. A pretrained tokenizer uses all cores
+        of the machine."""
         return [self.encode_document(text) for text in texts]
 
     def pretrained(self) -> Any:
@@ -68,8 +67,8 @@ class ByteTokenizer:
         from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
         from transformers import PreTrainedTokenizerFast
 
-        # In the `tokenizers` library, the symbol of a printable Latin-1 byte is its character; the other bytes have the
-        # other symbols, in order.
+        # In the `tokenizers` library, each byte has a symbol: a printable Latin-1 byte has its character, and the other
+        # bytes have the remaining symbols, in order.
         symbols = sorted(pre_tokenizers.ByteLevel.alphabet())
         others = (symbol for symbol in symbols if ord(symbol) > 255)
         vocabulary = {chr(byte) if chr(byte) in symbols else next(others): byte for byte in range(256)}
@@ -89,7 +88,7 @@ class ByteTokenizer:
 
 class _PretrainedTokenizer:
     """A transformers tokenizer with a token that ends each document: the manifest's `tokenizer.end`, or else the
-    tokenizer's own end token. Raises: DataError if there is none."""
+    tokenizer's own end token. Raises: DataError if there is neither."""
 
     def __init__(self, tokenizer: Any, section: TokenizerSection) -> None:
         self._tokenizer = tokenizer
@@ -124,21 +123,21 @@ class _PretrainedTokenizer:
         return [self._array(one.ids) for one in encoded]
 
     def _batches_agree(self) -> bool:
-        """Return True if the tokenizer encodes texts in a batch as it encodes them one by one. Some classes of
+        """Return True if the tokenizer encodes a batch of texts as it encodes each text alone. Some classes of
         transformers treat single texts specially."""
         texts = [text.encode() for text in (*PROBES, *self._tokenizer.all_special_tokens)]
         try:
             one_by_one = [self.encode_document(text).tolist() for text in texts]
             return [ids.tolist() for ids in self._encode_batch(texts)] == one_by_one
-        except Exception:  # the `tokenizers` library does not support this tokenizer, or a text
+        except Exception:  # the `tokenizers` library does not support this tokenizer, or one of the texts
             return False
 
     def _array(self, ids: Sequence[int]) -> TokenArray:
         return np.asarray(ids, np.uint16) if self.size <= 2**16 else np.asarray(ids, np.uint32)
 
     def byte_count(self, ids: NDArray[np.int64]) -> int:
-        """Return the number of UTF-8 bytes of text that consecutive token ids stand for. A character that is cut at
-        either end counts as the replacement character."""
+        """Return the number of UTF-8 bytes of the text that consecutive token ids stand for. A character that is cut at
+        the text's start or end counts as the replacement character."""
         options = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
         return len(self._tokenizer.decode(ids.tolist(), **options).encode())
 

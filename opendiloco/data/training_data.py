@@ -45,7 +45,7 @@ SHARDS_OPEN = 4
 
 
 class TokenizedSource:
-    """A source of documents, which the run's tokenizer converts to token ids. Raises: DataError if the source cannot be
+    """A reader of a source's documents as token ids of the run's tokenizer. Raises: DataError if the source cannot be
     read."""
 
     def __init__(self, section: SourceSection, held_out: float, tokenizer: Tokenizer, cache: TokenCache) -> None:
@@ -61,8 +61,8 @@ class TokenizedSource:
         return self._cache.tokens(self._key(), self._dtype, self.pieces)
 
     def shard(self, number: int, enough: int) -> Tokens:
-        """Return the tokens of as many of a shard's first documents as have `enough` training tokens. Raises:
-        DataError, MachineError."""
+        """Return the tokens of a shard's first documents, as many documents as are needed for `enough` training tokens.
+        Raises: DataError, MachineError."""
         prefix = f"{self._key(enough)}-"
         coming = Coming(tokenizing(self.section, number)) if self._corpus.is_stream else None
         tokens = self._cache.tokens(
@@ -72,7 +72,7 @@ class TokenizedSource:
         return tokens
 
     def held_out(self, enough: int) -> Tokens:
-        """Return the tokens of as many of the first shard's first held-out documents as have `enough` tokens.
+        """Return the tokens of the first shard's first held-out documents, as many as are needed for `enough` tokens.
 
         If several processes need them, they are kept on disk however few they are, because finding them means reading
         many more documents. Raises: DataError, MachineError.
@@ -85,9 +85,8 @@ class TokenizedSource:
         )
 
     def pieces(self, shard: int | None = None, only_held_out: bool = False) -> Iterator[Piece]:
-        """Yield pairs (is_held_out, token ids) for the parts of all documents in the source, or in one shard; with
-        `only_held_out`, skip documents without a held-out part. Documents are tokenized in batches. Raises:
-        DataError."""
+        """Yield the token ids of all documents in the source, or in one shard, as pairs (is_held_out, token ids). With
+        `only_held_out`, skip documents without a held-out part. Raises: DataError."""
         documents = self._full_documents(shard)
         first = list(islice(documents, 2))
         is_only = len(first) == 1
@@ -107,8 +106,8 @@ class TokenizedSource:
                     yield document.is_held_out(self._held_out), tokens
 
     def _full_documents(self, shard: int | None) -> Iterator[Document]:
-        """Yield the source's or shard's documents that are not empty, and log how many are empty or not UTF-8. Raises:
-        DataError if all documents of a whole source are empty."""
+        """Yield the documents of the source, or of one shard, that are not empty, and log how many are empty or not
+        UTF-8. Raises: DataError if all documents of a whole source are empty."""
         total = empty = foreign = 0
         example = ""
         for document in self._corpus.documents(shard):
@@ -158,8 +157,8 @@ class TokenizedSource:
                 yield tokens if is_closed else np.concatenate([tokens, end])
 
     def _checked(self, tokens: NDArray[np.int64]) -> TokenArray:
-        """Return the token ids of a document that the source stores as ids. Raises: DataError if an id is not in the
-        run's vocabulary."""
+        """Check and return the token ids of a document that the source stores as ids. Raises: DataError if an id is not
+        in the run's vocabulary."""
         if tokens.size and not 0 <= tokens.min() <= tokens.max() < self._tokenizer.size:
             wrong = int(tokens.min() if tokens.min() < 0 else tokens.max())
             raise DataError(
@@ -193,8 +192,8 @@ def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
 
 
 def _until(pieces: Iterable[Piece], enough: int, held_out: bool, coming: Coming | None = None) -> Iterator[Piece]:
-    """Yield pieces until they have `enough` tokens, of held-out documents if `held_out`, else of training documents;
-    report the share of `enough` reached so far to the progress stage `coming`."""
+    """Yield pieces until the held-out ones (if `held_out`), or else the training ones, have `enough` tokens. Report the
+    share of `enough` that is reached to the progress stage `coming`."""
     counted = 0
     for piece in pieces:
         yield piece
@@ -243,13 +242,13 @@ class _ShardedWindows:
         return windows
 
     def soon(self, number: int) -> None:
-        """Request that shard `number`, needed soon, is tokenized in advance, unless the shard is open."""
+        """Request that shard `number` is tokenized in advance, because it is needed soon, unless the shard is open."""
         if self._tokenize_ahead is not None and number not in self._open:
             self._tokenize_ahead(number)
 
     def held_out(self, windows: int) -> Windows:
-        """Return the first `windows` held-out windows of the first shard, possibly a few more. The other shards also
-        have held-out documents, which are not read."""
+        """Return the first held-out windows of the first shard, `windows` of them or a few more. The held-out documents
+        of the other shards are not read."""
         return Windows(self._source.held_out(windows * self._length + 1).held_out, self._length)
 
 
@@ -304,8 +303,7 @@ def load_data(
 
 
 def _read_tokens(section: SourceSection, held_out: float, tokenizer: Tokenizer, cache: TokenCache) -> Tokens:
-    """Return all tokens of a source without shards. Raises: DataError if their digest is not the one in the
-    manifest."""
+    """Return all tokens of a source without shards. Raises: DataError if the manifest names another digest of them."""
     if is_token_folder(section.source):
         tokens = open_token_folder(section.source, tokenizer, held_out, cache)
     else:
@@ -358,8 +356,8 @@ def _check_count(section: SourceSection, config: RunConfig, part: str, windows: 
 
 
 def check_share(source: str, wanted: float, training: int, held_out: int) -> None:
-    """Log a warning if less than a third or more than three times the share `wanted` of a source's tokens is held
-    out."""
+    """Log a warning if less than a third of the share `wanted`, or more than three times as much, of a source's tokens
+    is held out."""
     share = held_out / max(1, training + held_out)
     if not wanted / 3 <= share <= 3 * wanted:
         logger.warning(

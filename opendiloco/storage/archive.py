@@ -59,10 +59,10 @@ from peers.values.workload import SnapshotError
 
 logger = logging.getLogger(__name__)
 
-POLL = 5.0  # seconds between two checks for new runs to archive, and for peers of a run that has none
-SIGNING_PAUSE = 60.0  # seconds between two signatures of a run's heads by this archive, at least
+POLL = 5.0  # seconds between two checks for new runs, and between two checks of a run that has no peers
+SIGNING_PAUSE = 60.0  # least number of seconds between two signatures of a run's heads by this archive
 SIGNING_RETRY = 5.0  # seconds until an archive asks again for its earlier signed heads, if no peer has answered
-ASKED = 32  # number of peers that an archive asks for its earlier signed heads before it signs the first one
+ASKED = 32  # number of peers that an archive asks for the heads that it signed earlier, before it signs a new one
 SNAPSHOT_SHARE = 4  # an archive stores every 4th snapshot of a run, since each costs the donors 8 bytes a parameter
 NO_STATE = bytes(DIGEST_BYTES)
 OF_PEERS = (PeerUnreachableError, RemoteProtocolError, SwarmUnreachableError, LogError, PayloadError, SnapshotError)
@@ -72,12 +72,12 @@ ASK_AGAIN = 1.0  # seconds until the first retry after an error of peers; the wa
 
 
 class ArchivedRun:
-    """The archived data of one run: log, proofs, payloads and snapshots. Implements
-    `peers.transfer.snapshots.SnapshotSource`."""
+    """The archive of one run, which stores the run's log, proofs, payloads and snapshots, and serves them to peers.
+    Implements `peers.transfer.snapshots.SnapshotSource`."""
 
     def __init__(self, run: Run, identity: Identity, transport: HivemindTransport, base: Path, room: _DiskRoom) -> None:
-        """Open or create the run's folder below `base`, and check the digests of all stored data, which may take long.
-        Raises: DilocoPeerError if the folder cannot be used."""
+        """Open or create the run's folder below `base`, and check the digests of all stored data. The check may take
+        long. Raises: DilocoPeerError if the folder cannot be used."""
         self.run = run
         self._transport = transport
         self._room = room
@@ -86,7 +86,7 @@ class ArchivedRun:
         self._proofs = MissingProofs(transport, self.log)
         self.checkpointer = Checkpointer(KeepingPlan(self.folder.path))
         self._state_bytes = 0  # bytes of theta and momentum; 0 until the model's size is known
-        self.buffers: tuple[PayloadBuffers, ...] = ()  # payload buffers; empty until the model's size is known
+        self.buffers: tuple[PayloadBuffers, ...] = ()  # one for each fragment; empty until the model's size is known
         self._snapshot: Snapshot | None = None
         self._sequence = 0
         self._peers: frozenset[str] = frozenset()
@@ -100,12 +100,12 @@ class ArchivedRun:
 
     @cached_property
     def held_out(self) -> HeldOutCurve:
-        """The curve of held-out losses that peers have reported, which this archive stores for displays."""
+        """The held-out losses that peers have reported, by outer step, which this archive stores for displays."""
         return HeldOutCurve(self.folder.held_out)
 
     # Stored data ----------------------------------------------------------------------------------------------
     def _load(self) -> None:
-        """Load the newest stored checkpoint, to serve it as a snapshot. Delete the payloads before the oldest
+        """Load the newest stored checkpoint as the snapshot to serve. Delete the payloads of entries before the oldest
         checkpoint."""
         checkpoints = Checkpoints(self.folder.checkpoints, self.run.run_id)
         if (checkpoint := checkpoints.load_newest()) is not None:
@@ -140,8 +140,8 @@ class ArchivedRun:
         return empty if snapshot is None else empty.at(snapshot.last, snapshot.ends)
 
     def answer(self, inquiry: Inquire) -> bytes | None:
-        """Return the reply to a peer's inquiry: the entry after the inquired position, or the end of this log if the
-        log does not contain that position; None if this log has no entry after the position."""
+        """Return the reply to a peer's inquiry: the entry after the inquired position, or this log's end if that
+        position is not in this log. Return None if this log has no entry after the position yet."""
         index, fragment = inquiry.position.index, inquiry.position.fragment
         if fragment >= self.end.fragments:
             return None
@@ -154,7 +154,7 @@ class ArchivedRun:
         return pack_message(self.run.run_id, Elsewhere(position=self.end.position), None)
 
     def _log_at(self, position: Position) -> LogState | None:
-        """Return the log's state at a position; None if the position is neither in the log nor that of the snapshot."""
+        """Return the log's state at a position; None if neither the stored log nor the snapshot has that position."""
         frozen = self._frozen
         log = frozen if position.is_in_cycle_of(frozen.position) else self.log.log_after(position.index)
         return log.of(position.fragment) if log is not None and position.is_in_cycle_of(log.position) else None
@@ -197,7 +197,7 @@ class ArchivedRun:
 
     @property
     def _heads(self) -> dict[int, bytes]:
-        """The heads of the stored log, by index, at all indices whose heads archives have signed."""
+        """The stored log's heads, by index, at the indices at which archives have signed heads."""
         return self.log.heads_at(self._signing.believed.indices)
 
     async def sign(self) -> None:
@@ -255,8 +255,8 @@ class ArchivedRun:
         return True
 
     async def _keep_up_with(self, beat: Heartbeat, others: Sequence[str], beats: Sequence[Heartbeat]) -> bool:
-        """Store the entries of a peer that is ahead, or its snapshot if its log differs. Return True if the end of the
-        stored log has changed. Raises: FAILURES."""
+        """Store the entries of a peer that is ahead or, if its log differs from the stored log, a snapshot. Return True
+        if the end of the stored log has changed. Raises: FAILURES."""
         donors, before = [beat.peer, *others], self.end
         try:
             if self._is_contradicted:
@@ -271,8 +271,8 @@ class ArchivedRun:
         return self.end != before
 
     async def _keep_next(self, donors: Sequence[str], beats: Sequence[Heartbeat]) -> bool:
-        """Fetch and store the next cycle, unless too few peers have signed its entries and more may still sign. Return
-        True if the cycle was stored.
+        """Fetch and store the next cycle, and return True. If few peers have signed its entries and more may still sign
+        them, store nothing and return False.
 
         There must be room for a snapshot, too: only the next snapshot frees the payloads before the last one. Raises:
         FAILURES, LogFolderError, _NoRoomError.
@@ -296,7 +296,7 @@ class ArchivedRun:
 
     async def _keep_snapshot(self, beats: Sequence[Heartbeat], donors: Sequence[str], least: int) -> None:
         """Fetch and store a snapshot of outer step `least` or later, if the stored log or a peer's better log confirms
-        its digest. Raises: FAILURES, _NoRoomError."""
+        the snapshot's digest. Raises: FAILURES, _NoRoomError."""
         fetch = LineageFetch(self._transport, self.log)
         index = next(beat.index for beat in beats if beat.peer == donors[0])
 
@@ -339,12 +339,12 @@ class ArchivedRun:
 
     @property
     def _snapshot_room(self) -> int:
-        """The bytes of disk that a new snapshot still needs, for its download and for its checkpoint."""
+        """The number of bytes on disk that a new snapshot still needs, for its download and for its checkpoint."""
         return 2 * self._state_bytes - folder_bytes(self.folder.download)
 
 
 class _Signing:
-    """The heads of one run that archives have signed; signs further heads if the manifest names this node's key."""
+    """A signer of a run's heads, which signs only if the manifest names this node's key, and knows all signed heads."""
 
     def __init__(self, run: Run, identity: Identity, transport: HivemindTransport, folder: Path) -> None:
         self._run = run.run_id
@@ -369,8 +369,8 @@ class _Signing:
         return own if own.heads else known
 
     async def sign(self, log: LogFolder, peers: frozenset[str]) -> None:
-        """Sign the newest head of `log` that the rules of `HeadSigner` allow, at most once a minute. First ask `peers`
-        for the heads that this node signed before."""
+        """Sign the newest head of `log` that the rules of `HeadSigner` allow, at most once a minute. Before the first
+        signature, ask `peers` for the heads that this node signed earlier."""
         if self._signer is None or log.first or now() < self._due_at or not (peers or self._has_asked):
             return
         run, runs = self._run, self._transport.runs
@@ -395,7 +395,7 @@ class _Signing:
 
 
 class Archive:
-    """All runs that one bootstrap node archives, each in its own subfolder."""
+    """The archive of a bootstrap node, which stores and serves several runs, each in its own subfolder."""
 
     def __init__(self, identity: Identity, folder: Path, limit: int | None = None) -> None:
         """Create the archive's folder. All runs together may take `limit` bytes of disk (None: most of the free disk),
@@ -517,8 +517,8 @@ def _health_part(run_id: str) -> str:
 
 @contextmanager
 def _in_health(run_id: str) -> Iterator[None]:
-    """Mark the run's archive as unhealthy in the node's health status if the body raises MachineError or
-    LogFolderError, and as healthy if the body succeeds."""
+    """Mark the run's archive as unhealthy in the node's health status if the `with` block raises MachineError or
+    LogFolderError, and as healthy if the block succeeds."""
     try:
         yield
     except (MachineError, LogFolderError) as error:
@@ -529,7 +529,7 @@ def _in_health(run_id: str) -> Iterator[None]:
 
 # Disk space -----------------------------------------------------------------------------------------------------------
 # A run may be of any size, so its space is limited.
-DISK_SHARE = 0.9  # share of the disk's free and archived bytes that all archived runs may take, without --max-disk
+DISK_SHARE = 0.9  # without --max-disk: share of the disk's free and archived bytes that all archived runs may take
 RUN_SHARE = 4  # divisor: one run may take a quarter of the disk space that all runs may take
 
 
@@ -538,10 +538,10 @@ class _NoRoomError(MachineError):
 
 
 class _DiskRoom:
-    """The disk space that archived runs take or have reserved, and its limit. A folder's name is its run's id."""
+    """A counter of the disk space of archived runs, with a limit. A folder's name is its run's id."""
 
     def __init__(self, folder: Path, limit: int | None = None) -> None:
-        """Limit the disk space of all runs to `limit` bytes; None: `DISK_SHARE`, to leave space to other programs."""
+        """Limit all runs' disk space to `limit` bytes; None: to `DISK_SHARE`, because other programs need space."""
         self._folder = folder
         self._limit = limit
         self._taken: dict[str, int] = {}
@@ -554,8 +554,8 @@ class _DiskRoom:
 
     @asynccontextmanager
     async def held(self, run: str, needed: int) -> AsyncIterator[None]:
-        """Reserve `needed` bytes of disk for a run while the body fetches data. Raises: _NoRoomError if the bytes
-        exceed the limit for the run or for all runs."""
+        """Reserve `needed` bytes of disk for a run while the `with` block fetches data. Raises: _NoRoomError if the
+        bytes exceed the limit for the run or for all runs."""
         own = await asyncio.to_thread(folder_bytes, self._folder / run)
         self._taken[run] = own
         taken, held, limit = sum(self._taken.values()), sum(self._held.values()), self._limit
@@ -577,6 +577,5 @@ class _DiskRoom:
                 self._held[run] -= needed
 
     def forget(self, run: str) -> None:
-        """Stop counting the disk space of a run whose folder was removed."""
         self._taken.pop(run, None)
         self._held.pop(run, None)

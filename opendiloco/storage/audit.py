@@ -1,5 +1,5 @@
-"""The audit of a stored log: checks of its headers, signatures and payloads, and of the states that its payloads
-produce, against the recorded digests.
+"""The audit of a stored log, which checks headers, signatures and payloads, computes the states that follow from the
+payloads, and compares them with the recorded digests.
 
 It changes nothing on the disk. Only states from the manifest on need torch and the model.
 """
@@ -39,7 +39,7 @@ from peers.values.workload import BadBlocksError, Blocks
 
 @dataclass
 class Findings:
-    """The results of an audit: verified and unverified properties, and errors, all with their entries' indices."""
+    """The results of an audit: properties verified, properties not verified, and errors, each with entries' indices."""
 
     verified: defaultdict[str, set[int]] = field(default_factory=lambda: defaultdict(set))
     unverified: defaultdict[str, set[int]] = field(default_factory=lambda: defaultdict(set))
@@ -89,12 +89,12 @@ class _States:
         self._config, self._next = config, index
         self._amendment = amendment
         self._origin = origin
-        self._broken = ""  # reason why no further states can be computed, in words; empty while they can be
+        self._broken = ""  # the reason, in words, why later states cannot be computed; empty if they can be
 
     def follow(self, entry: Entry, payload: Blocks | None, findings: Findings) -> None:
         index = entry.index
         if index < self._next:
-            if index < self._next - 1:  # the last entry before the checkpoint was compared with the checkpoint's state
+            if index < self._next - 1:  # entry `_next - 1` was already compared with the checkpoint
                 findings.add_unverified(f"states before {self._origin}", index)
             return
         self._apply(entry, payload, findings)
@@ -112,7 +112,7 @@ class _States:
             self._broken = f"which follow from the wrong entry {index}"
 
     def _apply(self, entry: Entry, payload: Blocks | None, findings: Findings) -> None:
-        """Apply an entry's payload to the state, unless the entry has none or the state before is unknown."""
+        """Apply an entry's payload to the state, unless the entry has no payload or the state before it is unknown."""
         if self._broken or not _has_payload(entry):
             return
         if payload is None:
@@ -131,7 +131,7 @@ class _States:
 
 
 def _check_signatures(entry: Entry, header: Header, before: LogState, findings: Findings) -> None:
-    """Check an entry's certificate with the voters of `before`, the log's state before the entry."""
+    """Check that voters of `before`, the log's state before the entry, have signed the entry's certificate."""
     if before.position.head != header.previous:
         findings.add_unverified("signatures, because the entries before are missing", entry.index)
         return
@@ -150,7 +150,7 @@ def _check_signatures(entry: Entry, header: Header, before: LogState, findings: 
 
 
 class _Proofs:
-    """The checks of the stored fault proofs that headers name."""
+    """A checker of the stored proofs of the faults that headers name."""
 
     def __init__(self, folder: Path, run: Run, findings: Findings) -> None:
         self._folder = folder
@@ -214,7 +214,7 @@ def audit(folder: Path, run: Run, checkpoint: Checkpoint | None, own: OwnFiles) 
 
 
 def _check_chain(file: Path, run: Run, findings: Findings) -> Chain:
-    """Return the valid chain of entries, and add the checks of signatures and proofs to `findings`. Raises: OSError."""
+    """Return the log's valid entries, and add the results for signatures and proofs to `findings`. Raises: OSError."""
     proofs = _Proofs(file.parent, run, findings)
 
     def see(entry: Entry, header: Header, before: LogState) -> None:
@@ -249,7 +249,7 @@ def _check_signed_heads(folder: Path, run: Run, chain: Chain, findings: Findings
 
 
 def _check_payload(folder: Path, run: Run, entry: Entry, findings: Findings) -> Blocks | None:
-    """Return an entry's payload; None, with a finding, if the payload is missing or damaged. Raises: OSError."""
+    """Return an entry's payload, or None if it is missing or damaged, and add a finding. Raises: OSError."""
     wanted = entry.content.payload
     path = payload_path(folder / PAYLOADS, entry.index, wanted)
     try:
@@ -268,7 +268,7 @@ def _start_states(
     folder: Path, run: Run, chain: Chain, checkpoint: Checkpoint | None, findings: Findings, own: OwnFiles
 ) -> _States | None:
     """Return a replay that starts from `checkpoint`, else from the run's initial model, else from a checkpoint in the
-    run's folder; None, with a finding, if all of these are missing.
+    run's folder. If all of these are missing, add a finding and return None.
 
     Raises: CheckpointError if the folder of checkpoints is unreadable.
     """
@@ -289,8 +289,8 @@ def _start_states(
 
 
 def _find_checkpoint(folder: Path, run: Run, chain: Chain) -> Checkpoint | None:
-    """Return the oldest intact checkpoint in the run's folder after which no payload is missing, or else the newest
-    intact checkpoint; None if none is intact. Raises: CheckpointError."""
+    """Return the oldest intact checkpoint in the run's folder after which no payload is missing, else the newest intact
+    checkpoint, else None. Raises: CheckpointError."""
     beside = Checkpoints(RunFolder(folder.absolute().parent).checkpoints, run.run_id)
     gaps = (entry.index + 1 for entry in reversed(chain.entries) if not _can_apply(folder, entry))
     first = next(gaps, chain.first)
@@ -304,7 +304,6 @@ def _has_payload(entry: Entry) -> bool:
 
 
 def _can_apply(folder: Path, entry: Entry) -> bool:
-    """Return True if an entry needs no payload, or if its payload is stored in `folder`."""
     return not _has_payload(entry) or payload_path(folder / PAYLOADS, entry.index, entry.content.payload).exists()
 
 

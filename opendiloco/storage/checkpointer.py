@@ -25,7 +25,7 @@ from peers.values.workload import SnapshotError
 
 logger = logging.getLogger(__name__)
 
-CLOSE_SECONDS = 5.0  # seconds that a leaving volunteer waits for an unfinished checkpoint, at most
+CLOSE_SECONDS = 5.0  # most seconds that a leaving volunteer waits for an unfinished checkpoint
 OUTCOMES = {SAVED: "saved", NOT_SENT: "not_sent", NOT_SAVED: "not_saved"}
 CHECKPOINTS = Counter("diloco_peer_checkpoints", "Checkpoints by outcome", ["outcome"])
 
@@ -92,7 +92,7 @@ class Checkpointer:
                 await self._keep_moments(self.workers, state.index)
 
     async def _keep_moments(self, workers: Supervisor, index: int) -> None:
-        """Save the moments of the workers' inner optimizer after `index` outer steps beside the checkpoint, in place of
+        """Save the moments of the workers' inner optimizer, after `index` outer steps, beside the checkpoint. Remove
         the older file of moments."""
         job = MomentsJob(self._plan, index)
         partial = job.path.with_name(job.path.name + PARTIAL)
@@ -122,8 +122,8 @@ def checkpoint_job(plan: KeepingPlan, state: FrozenSnapshot) -> CheckpointJob:
 
 
 async def _run_writer(job: CheckpointJob | MomentsJob, *descriptors: int) -> tuple[int, str]:
-    """Run a job in a writer process, which a cancellation kills. Return the process's exit status and its last line on
-    stderr. Raises: OSError if the process cannot be started."""
+    """Run a job in a writer process, and kill the process if this call is cancelled. Return the process's exit status
+    and its last line on stderr. Raises: OSError if the process cannot be started."""
     with signals_held_back():  # Ctrl-C must not end the writer process, which gets `CLOSE_SECONDS` to finish
         process = await asyncio.create_subprocess_exec(
             *module_command("opendiloco.storage.writer"),

@@ -59,8 +59,8 @@ def kept(indices: Iterable[int], keep_newest: int, keep_every: int) -> set[int]:
 
 
 def prune(folder: Path, keep_newest: int, keep_every: int, last: int | None = None) -> None:
-    """Remove the checkpoints that `kept` does not name, and all after outer step `last`, because they belong to an
-    abandoned branch of the log. Raises: OSError."""
+    """Remove the checkpoints that `kept` does not return, and all checkpoints after outer step `last`, because the
+    latter belong to an abandoned branch of the log. Raises: OSError."""
     indices = indices_in(path.name for path in folder.iterdir())
     lineage = [index for index in indices if last is None or index <= last]
     for index in set(indices) - kept(lineage, keep_newest, keep_every):
@@ -76,7 +76,6 @@ def sweep(folder: Path) -> None:
 
 
 def _tensors(values: int) -> tuple[Parameter, Parameter]:
-    """Return the file header's description of the tensors momentum and theta, with `values` values each."""
     return Parameter("momentum", (values,), 0), Parameter("theta", (values,), values)
 
 

@@ -35,8 +35,8 @@ FIELDS = {"format", "run", "last", "head", "ends", "state_digest"}
 
 @dataclass(eq=False)
 class Checkpoint(Snapshot):
-    """A snapshot mapped from the checkpoint file at `path`: the momentum, then theta. The digest has been checked, but
-    values may be infinite or NaN."""
+    """A snapshot whose data are mapped from the checkpoint file at `path`: the momentum, then theta. The digest has
+    been checked, but values may be infinite or NaN."""
 
     path: Path = field(kw_only=True)
 
@@ -57,7 +57,7 @@ def metadata_of(run: str, last: Header | None, state_digest: bytes, ends: Sequen
 
 @dataclass(frozen=True)
 class Checkpoints:
-    """The checkpoint files in `folder` of the run with the id `run`. The folder need not exist."""
+    """The reader of a run's checkpoint files in `folder`, which need not exist. `run` is the run's id."""
 
     folder: Path
     run: str
@@ -75,13 +75,13 @@ class Checkpoints:
             ) from error
 
     def load_newest(self, at_most: int | None = None) -> Checkpoint | None:
-        """Return the newest intact checkpoint, of outer step `at_most` or earlier if given; None if there is none.
-        Raises: CheckpointError if the folder is unreadable."""
+        """Return the newest intact checkpoint, or None if there is none. With `at_most`, ignore checkpoints of later
+        outer steps. Raises: CheckpointError if the folder is unreadable."""
         return self.load_first(index for index in self.indices() if at_most is None or index <= at_most)
 
     def load_first(self, indices: Iterable[int]) -> Checkpoint | None:
-        """Return the first intact checkpoint of those at `indices`, and log a warning for each damaged one before it;
-        None if all are damaged."""
+        """Return the first intact checkpoint among those of the outer steps `indices`, or None if all are damaged. Log
+        a warning for each damaged checkpoint before it."""
         for index in indices:
             try:
                 return load_checkpoint(self.folder / file_name(index), self.run)
@@ -91,8 +91,8 @@ class Checkpoints:
 
 
 def load_checkpoint(path: Path, run: str) -> Checkpoint:
-    """Return the checkpoint in a file. Raises: CheckpointError if the file is unreadable, damaged, of another run than
-    `run`, or of another outer step than its name states."""
+    """Return the checkpoint in a file. Raises: CheckpointError if the file is unreadable or damaged, or if its state is
+    of another run than `run` or of another outer step than the file's name states."""
     try:
         with path.open("rb") as file:
             metadata, offset = read_file_header(file)
@@ -113,8 +113,8 @@ def load_checkpoint(path: Path, run: str) -> Checkpoint:
 
 
 def _read_metadata(metadata: Mapping[str, str], run: str) -> tuple[Header | None, bytes, tuple[bytes, ...]]:
-    """Return the last entry's header, the state's digest, and the digests of the last cycle's entries from a
-    checkpoint's metadata. Raises: DamagedFileError if the metadata are invalid."""
+    """Return, from a checkpoint's metadata, the last entry's header, the state's digest, and the digests of the last
+    cycle's entries. Raises: DamagedFileError if the metadata are invalid."""
     if metadata.get("format") != FORMAT or metadata.keys() != FIELDS:
         raise DamagedFileError(f"is not of the format {FORMAT!r}")
     if metadata["run"] != run:
@@ -134,7 +134,7 @@ def _read_metadata(metadata: Mapping[str, str], run: str) -> tuple[Header | None
 
 # Moments --------------------------------------------------------------------------------------------------------------
 MOMENTS_NAME = re.compile(r"outer-step-(\d{6,18})\.(\w+)\.moments\.safetensors")
-CHECKED_AT_ONCE = 1 << 22  # values that are read and checked at a time, which bounds the memory of a check
+CHECKED_AT_ONCE = 1 << 22  # number of values that a check reads at a time, which limits its memory
 
 
 def newest_moments(folder: Path, peer_id: str) -> Path | None:
@@ -165,8 +165,8 @@ def check_moments_file(path: Path) -> None:
 async def resume(
     workload: Workload, log: RunLog, checkpoint: Snapshot | None = None, until: int | None = None
 ) -> LogState:
-    """Restore a workload from a checkpoint, or keep the run's initial state if none is given, and apply the later
-    entries of the log, up to `until` outer steps or the log's end.
+    """Restore a workload from `checkpoint`, or begin with the run's initial state if there is none. Then apply the
+    later entries of the log, up to outer step `until` or the log's end.
 
     Each state is compared with the digest that was recorded when it was first reached. If an entry or its payload is
     missing, or gives another state, a warning names the entry, and the workload keeps the state before it.
@@ -193,7 +193,8 @@ async def resume(
 
 
 async def _replay(workload: Workload, log: RunLog, at: LogState, stop: int) -> tuple[LogState, int | None]:
-    """Apply the log's cycles from the state `at` to outer step `stop`, or to the first missing or damaged cycle.
+    """Apply the log's cycles to the workload, from the state `at` to outer step `stop`, or to the first missing or
+    damaged cycle.
 
     Return the log at the state that was reached, and the index of a cycle that led to a wrong state, or None. After a
     wrong cycle, the workload has the wrong state.

@@ -16,30 +16,30 @@ from opendiloco.errors import RemoteError, first_line
 from opendiloco.storage.files import file_name, indices_in, kept
 from peers.values.system import PARTIAL, make_private_folder
 
-PIECE = 1 << 20  # bytes sent between two waits for the rate limit, at most
+PIECE = 1 << 20  # most bytes sent between two waits for the rate limit
 
 
 class RateLimit:
-    """A limit on a transfer's rate: waits until `done` bytes have taken at least `done / rate` seconds."""
+    """A limit on a transfer's rate: makes it wait until `done` bytes have taken `done / rate` seconds."""
 
     def __init__(self, rate: float | None, wait: Callable[[float], None] = time.sleep) -> None:
-        """Limit the transfer that begins now to `rate` bytes a second; None: no limit. `wait` sleeps for a number of
+        """Limit the transfer that begins now to `rate` bytes a second (None: no limit). `wait` sleeps for a number of
         seconds."""
         self._rate = rate
         self._wait = wait
         self._began = time.monotonic()
 
     def piece(self, limit: int) -> int:
-        """Return the number of bytes to transfer before the next wait: those of 0.1 seconds, at most `limit`."""
+        """Return how many bytes to transfer before the next wait: `limit`, or fewer if that takes over 0.1 seconds."""
         return limit if self._rate is None else max(1, min(limit, int(self._rate / 10)))
 
     def passed(self, done: int) -> None:
-        """Wait until the rate allows a total of `done` bytes since the transfer began."""
+        """Wait until the limit allows that `done` bytes have been transferred since the transfer began."""
         if self._rate is not None:
             self._wait(max(0.0, self._began + done / self._rate - time.monotonic()))
 
     def read(self, file: BinaryIO, limit: int) -> Iterator[bytes]:
-        """Yield the rest of a file in pieces of at most `limit` bytes, at the limited rate."""
+        """Yield the rest of a file in pieces of at most `limit` bytes, waiting after each to keep to the rate."""
         done = 0
         while piece := file.read(self.piece(limit)):
             yield piece
@@ -56,10 +56,9 @@ def check_url(url: str) -> None:
 
 
 class Remote:
-    """A remote folder at a URL, created if the folder does not exist."""
+    """A remote folder at a URL. If the folder does not exist, it is created."""
 
     def __init__(self, url: str) -> None:
-        """Open or create the folder at `url`. Raises: RemoteError."""
         import fsspec
 
         self._url = url
@@ -104,8 +103,8 @@ class Remote:
                 raise
 
     def prune(self, keep_newest: int, keep_every: int, last: int) -> None:
-        """Remove the remote checkpoints that `kept` does not name, except that of outer step `last`, which was just
-        sent. Later checkpoints may be from a peer that is ahead. Raises: RemoteError."""
+        """Remove the remote checkpoints that `kept` does not return. Keep the checkpoint of outer step `last`, which
+        was just sent, even if peers that are ahead have sent later ones. Raises: RemoteError."""
         indices = indices_in(self.names())
         for index in set(indices) - kept(indices, keep_newest, keep_every) - {last}:
             self.remove(file_name(index))
@@ -128,8 +127,8 @@ class Remote:
 
 
 def push_folder(folder: Path, url: str) -> None:
-    """Copy a local folder to a URL, with README.md as the last file, so that a new README.md shows that the copy is
-    complete. Raises: RemoteError."""
+    """Copy a local folder to a URL. README.md is copied last, so that a new README.md shows that the copy is complete.
+    Raises: RemoteError."""
     paths = sorted(path for path in folder.rglob("*") if path.is_file())
     remote = Remote(url)
     for path in sorted(paths, key=lambda path: (path.name == "README.md", path.stat().st_size)):

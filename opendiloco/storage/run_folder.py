@@ -1,4 +1,4 @@
-"""The folder of one peer's data of a run on this machine, the file of held-out losses in it, and the journal."""
+"""The folder with one peer's data of a run on this machine, its file of held-out losses, and the journal."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ COMPILED = "compiled"
 
 
 class RunFolder:
-    """The paths of one peer's data of a run on this machine. Two peers share no data. `open` creates the folders."""
+    """The paths of one peer's data of a run, in a folder of its own on this machine. `open` creates the folders."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -56,7 +56,7 @@ class RunFolder:
 
     @classmethod
     def open(cls, run: Run, peer_id: str, base: Path | None = None) -> RunFolder:
-        """Create and return the folder of a peer's data, with the run's manifest in it. Raises: MachineError."""
+        """Create and return the folder of a peer's data, and write the run's manifest into it. Raises: MachineError."""
         folder = cls.at(run.run_id, peer_id, base)
         try:
             for path in (folder.path, folder.checkpoints, folder.log, folder.download):
@@ -91,20 +91,20 @@ class RunFolder:
 
 
 def remembered_addresses(run_id: str, base: Path | None = None) -> tuple[str, ...]:
-    """Return addresses of a run's peers that volunteers on this machine have stored, `CONTACT_LIMIT` at most."""
+    """Return at most `CONTACT_LIMIT` addresses of peers that volunteers on this machine have stored for a run."""
     folder = (default_state_folder() if base is None else base) / run_id
     found = [RememberedPeers(path, run_id).addresses() for path in sorted(folder.glob(f"*/{FILE_NAME}"))]
     return tuple(dict.fromkeys(address for addresses in found for address in addresses))[:CONTACT_LIMIT]
 
 
 def kept_losses(run_id: str, base: Path | None = None) -> dict[int, float]:
-    """Return the held-out losses of a run that the volunteers on this machine have stored, by outer step."""
+    """Return, by outer step, the held-out losses that volunteers on this machine have stored for a run."""
     folder = (default_state_folder() if base is None else base) / run_id
     return {step: loss for path in sorted(folder.glob(f"*/{CURVE}")) for step, loss in read_curve(path).items()}
 
 
 def read_manifest(path: Path) -> Run:
-    """Return the run that a signed manifest's file defines. Raises: ManifestError if it is unreadable or invalid."""
+    """Return the run that a manifest's file defines. Raises: ManifestError if the file is unreadable or invalid."""
     try:
         packed = path.read_bytes()
     except OSError as error:
@@ -114,22 +114,22 @@ def read_manifest(path: Path) -> Run:
 
 
 # Held-out losses ------------------------------------------------------------------------------------------------------
-MOST_BYTES = 1 << 24  # bytes of a loss file that are read, at most; a loss takes about 40 bytes
+MOST_BYTES = 1 << 24  # most bytes of a loss file that are read; a loss takes about 40 bytes
 MOST_LOSSES = 100_000
 """Most losses of a curve. A run may name any number of outer steps, and peers may claim a loss for each."""
 
 
 class HeldOutCurve:
-    """A run's held-out losses by outer step. New losses are appended to the file `path`, if given, until a write
-    fails."""
+    """The held-out losses of a run by outer step. `add` also appends each new loss to the file `path`, if given, until
+    a write fails."""
 
     def __init__(self, path: Path | None = None) -> None:
         self._path = path
         self.losses: dict[int, float] = {} if path is None else read_curve(path)
 
     def add(self, outer_step: int, loss: float) -> bool:
-        """Add a finite loss, unless its outer step has a loss or the curve is full. Return True if the loss was
-        added."""
+        """Add a loss and return True. Return False if the loss is not finite, its outer step already has a loss, or the
+        curve is full."""
         if outer_step in self.losses or not math.isfinite(loss) or len(self.losses) >= MOST_LOSSES:
             return False
         self.losses[outer_step] = loss
@@ -144,8 +144,8 @@ class HeldOutCurve:
 
 
 def read_curve(path: Path) -> dict[int, float]:
-    """Return the held-out losses in a file, by outer step; empty if the file cannot be read. Skip invalid lines, such
-    as a half line of a killed peer."""
+    """Return the held-out losses in a file, by outer step, or no losses if the file cannot be read. Skip invalid lines,
+    such as a line that a killed peer wrote in part."""
     losses = dict[int, float]()
     try:
         with path.open("rb") as file:
@@ -168,7 +168,7 @@ def read_curve(path: Path) -> dict[int, float]:
 # index, its header (canonical bytes, in hexadecimal) and the state digest after it.
 @dataclass(frozen=True)
 class Journal:
-    """A journal: an append-only file of the entries that a peer has applied, with the state digests after them."""
+    """An append-only file of the entries that a peer has applied, with the state's digest after each entry."""
 
     path: Path
 

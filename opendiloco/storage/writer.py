@@ -1,5 +1,5 @@
-"""The writer process, which writes a checkpoint from shared memory to disk, or completes a file of moments, and copies
-the file to a remote folder.
+"""The writer process, which writes a checkpoint from shared memory to disk or completes a file of moments, and then
+copies the file to a remote folder.
 
 It is started as `python -m opendiloco.storage.writer`, with a job as JSON on its standard input and a checkpoint's
 state as an inherited descriptor. It reports its outcome in one line on stderr and in its exit status (SAVED and so on).
@@ -38,14 +38,14 @@ from opendiloco.training.moments_file import digest_place, read_header
 from peers.values.system import PARTIAL, make_private_folder, sync_folder
 
 SAVED, NOT_SENT, NOT_SAVED = 0, 5, 6  # exit statuses of the writer process; Python itself exits with 1 or 2
-PIECE = 4 << 20  # bytes copied by one system call, at most
+PIECE = 4 << 20  # most bytes that one system call copies
 FLUSH = 64 << 20  # bytes of a checkpoint that are written between two flushes to the disk
 
 
 @dataclass(frozen=True)
 class KeepingPlan:
-    """The settings for a run's checkpoints and moments on this machine: how many are kept, and where. Rates are in
-    bytes a second; None: no limit."""
+    """The settings for a run's checkpoints and moments on this machine: how many are kept, and where. Each rate is in
+    bytes a second, or None for no limit."""
 
     folder: Path
     """The path of a `RunFolder`."""
@@ -72,7 +72,7 @@ class KeepingPlan:
         return self.folder / CHECKPOINTS_FOLDER
 
     def keeps(self, index: int) -> bool:
-        """Return True if the checkpoint of outer step `index` is kept."""
+        """Return True if the plan keeps a new checkpoint of outer step `index`."""
         return index in kept([index], self.keep_newest, self.keep_every)
 
 
@@ -106,7 +106,7 @@ def _end(status: int, line: str) -> int:
 # Checkpoints ----------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class CheckpointJob:
-    """The job of writing one checkpoint from the memory file `descriptor`."""
+    """The job of writing one checkpoint, whose state is in the memory file `descriptor`."""
 
     plan: KeepingPlan
     index: int
@@ -157,7 +157,7 @@ class CheckpointJob:
 
 
 def folder_bytes(folder: Path) -> int:
-    """Return the bytes of disk that all files in a folder and its subfolders take."""
+    """Return the number of bytes on disk that all files in a folder and its subfolders take."""
     found = 0
     for path in folder.rglob("*"):
         with suppress(OSError):  # another process may have removed the file
@@ -168,9 +168,9 @@ def folder_bytes(folder: Path) -> int:
 def _write_checkpoint(
     path: Path, descriptor: int, state_bytes: int, metadata: Mapping[str, str], rate: float | None = None
 ) -> None:
-    """Write a checkpoint of `metadata` and the first `state_bytes` bytes of the memory file `descriptor`, and name it
-    `path` when it is complete on disk. The kernel copies the bytes, so memory never holds a second copy of the state.
-    Raises: OSError."""
+    """Write a checkpoint file of `metadata` and the first `state_bytes` bytes of the memory file `descriptor`, and name
+    it `path` when it is complete on disk. The kernel copies the bytes, so memory never holds a second copy of the
+    state. Raises: OSError."""
     header = file_header(state_bytes, metadata)
     make_private_folder(path.parent)
     sweep(path.parent)
@@ -180,7 +180,7 @@ def _write_checkpoint(
     try:
         with open(os.open(partial, os.O_WRONLY | os.O_CREAT, 0o666), "wb", buffering=0) as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            file.truncate(0)  # empties the file only under the lock, since another process may be writing
+            file.truncate(0)  # empties the file only under the lock, because another process may be writing it
             file.write(header)
             _copy(descriptor, file.fileno(), state_bytes, RateLimit(rate))
             os.fsync(file.fileno())
@@ -228,12 +228,11 @@ class MomentsJob:
 
     @property
     def _ending(self) -> str:
-        """The suffix that the names of all of this peer's files of moments share."""
         return self.path.name.removeprefix(f"outer-step-{self.index:06}")
 
     def write(self) -> int:
-        """Complete the file of moments, and remove the peer's older ones. Return its bytes. Raises: OSError,
-        ValueError."""
+        """Complete the file of moments, remove the peer's older files of moments, and return the new file's size in
+        bytes. Raises: OSError, ValueError."""
         size = _finish(self.path, self.plan.rate)
         for old in self.plan.checkpoints.glob(f"*{self._ending}"):
             if old != self.path:

@@ -41,10 +41,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 LOOK = 2.0  # seconds between two checks that the ticket is still valid
-ASK_LIMIT = 5.0  # seconds that the start waits for answers of nodes, at most
+ASK_LIMIT = 5.0  # most seconds that the start waits for the nodes' answers
 TICKET_FILE, REVOCATIONS_FILE = "ticket", "revocations"
 GIVEN, GIVEN_REVOCATIONS = "given.tickets", "given.revocations"
-TEXT_LIMIT = 10_000  # characters read from a ticket's file, at most
+TEXT_LIMIT = 10_000  # most characters read from a ticket's file
 
 
 def read_ticket(text: str) -> Ticket:
@@ -67,7 +67,7 @@ async def enter(
     folder: RunFolder | None = None,
     ticket: Ticket | None = None,
 ) -> RunAdmission | None:
-    """Add this machine's ticket to its heartbeats from now on. Return the run's admission, or None if the run needs no
+    """Add this machine's ticket to all its later heartbeats. Return the run's admission, or None if the run needs no
     ticket.
 
     Without a `ticket`, the one kept in the `folder` is used. Nodes at the `addresses` are asked for revoked tickets.
@@ -105,8 +105,8 @@ def _show_ticket(admission: RunAdmission, me: str, kept: Path | None, ticket: Ti
 
 
 def _shown(admission: RunAdmission, me: str, kept: Path | None, ticket: Ticket | None) -> bytes:
-    """Return the bytes of the ticket for this machine's heartbeats, empty for the organiser. Raises: AdmissionError if
-    there is no ticket for this run."""
+    """Return the ticket, as bytes, to add to this machine's heartbeats. For the organiser, who needs none, return no
+    bytes. Raises: AdmissionError if there is no ticket for this run."""
     if me == admission.organiser:
         return b""
     if ticket is not None:
@@ -124,8 +124,8 @@ def _shown(admission: RunAdmission, me: str, kept: Path | None, ticket: Ticket |
 
 
 def _refusal(admission: RunAdmission, me: str) -> AdmissionError | None:
-    """Return an error if the ticket does not admit this machine, else None. For its own ticket, the machine adds no
-    grace for differing clocks."""
+    """Return an error if the ticket does not admit this machine, else None. The machine gives its own ticket no grace
+    for clocks that differ."""
     reason = admission.refusal(me, admission.ticket, time.time() + GRACE)
     return refused(me, admission.run, reason) if reason else None
 
@@ -140,7 +140,7 @@ async def wait_for_refusal(admission: RunAdmission, me: str) -> AdmissionError:
 async def ask_for_signed_heads(
     transport: HivemindTransport, run: Run, addresses: Sequence[str], folder: RunFolder | None = None
 ) -> None:
-    """Load the heads that the run's archives have signed from the folder, and ask the nodes at `addresses` for newer
+    """Load, from the folder, the heads that the run's archives have signed, and ask the nodes at `addresses` for newer
     signed heads.
 
     Heads that arrive later are kept in the folder, too.
@@ -160,7 +160,7 @@ async def ask_for_signed_heads(
 
 
 def _keep(path: Path, run_id: str, run: str, packed: bytes) -> None:
-    """Write the newest list (signed heads or revocations) of the run `run` to a file, if the run's id is `run_id`."""
+    """If `run` is `run_id`, write the newest list of that run, of signed heads or of revocations, to a file."""
     if run == run_id:
         with suppress(OSError):  # other nodes keep a copy, so a full disk is no error
             write_whole(path, [packed])
@@ -168,8 +168,8 @@ def _keep(path: Path, run_id: str, run: str, packed: bytes) -> None:
 
 # An organiser's tickets ---------------------------------------------------------------------------------------
 class GivenTickets:
-    """An organiser's record of a run: the tickets issued, and the newest list of revoked tickets, in two files of a
-    folder."""
+    """An organiser's record of a run, in two files of a folder: all tickets issued, and the newest list of revoked
+    tickets."""
 
     def __init__(self, run: str, organiser: str, base: Path | None = None) -> None:
         self._run = run
@@ -195,8 +195,8 @@ class GivenTickets:
             return None if kept is None else Revocations.unpack(kept, self._run, self._organiser)
 
     def revoke(self, ids: Sequence[str], organiser: Identity, published: Revocations | None = None) -> Revocations:
-        """Sign, store and return a list of revoked tickets: those with these ids, those in this machine's newest list,
-        and those in the run's (`published`).
+        """Sign, store and return a list of revoked tickets: those with these `ids`, those in this machine's newest
+        list, and those in the list that the run has `published`.
 
         Raises: AdmissionError, MachineError.
         """
@@ -214,7 +214,7 @@ class GivenTickets:
 
     @contextmanager
     def _writable(self) -> Iterator[None]:
-        """Create the folder, and convert errors of writing inside the `with` block. Raises: MachineError."""
+        """Create the folder, and run the `with` block. Raises: MachineError if either raises an OSError."""
         try:
             make_private_folder(self._folder)
             yield
@@ -237,7 +237,7 @@ def _readable(path: Path) -> Iterator[bytes | None]:
 
 
 def _id(text: str) -> bytes:
-    """Return a ticket's id, given in hexadecimal, as bytes. Raises: AdmissionError if `text` is no such id."""
+    """Return a ticket's id as bytes. Raises: AdmissionError if `text` is no such id in hexadecimal."""
     with suppress(ValueError):
         if len(found := bytes.fromhex(text)) == ID_BYTES:
             return found

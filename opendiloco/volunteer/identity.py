@@ -1,5 +1,5 @@
-"""A machine's identity: the key file by which it is the same peer after a restart, and the check that no other machine
-uses the same key."""
+"""A machine's identity: the key file that makes the machine the same peer after a restart, and the check that no other
+machine uses the same key."""
 
 from __future__ import annotations
 
@@ -25,14 +25,13 @@ logger = logging.getLogger(__name__)
 
 
 def _default_path() -> Path:
-    """Return `~/.config/diloco-peer/identity.pem`, or the same file below XDG_CONFIG_HOME."""
     base = os.environ.get("XDG_CONFIG_HOME")
     return (Path(base) if base else Path.home() / ".config") / "diloco-peer" / "identity.pem"
 
 
 def usable_path(path: Path | None) -> Path:
-    """Return `path`, or if it is None the default path, whose folder is created. Raises: IdentityFileError if that
-    fails."""
+    """Return `path` or, if it is None, the default path, and create the folder of the latter. Raises: IdentityFileError
+    if that fails."""
     if path is not None:
         return path
     path = _default_path()
@@ -47,8 +46,8 @@ def usable_path(path: Path | None) -> Path:
 
 
 def load_identity(path: Path | None) -> Identity:
-    """Return the identity whose key is in the file `path`, for signing only. A missing file is created. Raises:
-    IdentityFileError."""
+    """Return the identity whose key is in the file `path`, for signing only. If the file is missing, create it with a
+    new key. Raises: IdentityFileError."""
     path = usable_path(path)
     identity = Identity.load_or_create(path)
     if path.stat().st_mode & 0o077:
@@ -58,8 +57,8 @@ def load_identity(path: Path | None) -> Identity:
 
 @contextmanager
 def hold_identity(path: Path | None) -> Iterator[Identity]:
-    """Yield the identity whose key is in the file `path`, for a peer, and lock the file inside the `with` block. A
-    missing file is created.
+    """Yield the identity whose key is in the file `path`, for a peer, and lock the file during the `with` block. If the
+    file is missing, create it with a new key.
 
     Raises: InUseError when another process holds the lock; IdentityFileError when the file cannot be read or made.
     """
@@ -77,13 +76,13 @@ def hold_identity(path: Path | None) -> Iterator[Identity]:
 
 
 LOOK = 0.5  # seconds between two checks for a copied key at the start
-LOOK_LATER = 2.0  # seconds between two checks for a copied key in the run
+LOOK_LATER = 2.0  # seconds between two checks for a copied key after the start
 
 
 @asynccontextmanager
 async def listening(transport: HivemindTransport, run_id: str) -> AsyncIterator[asyncio.Task[None]]:
-    """Check in the background that no other machine uses this key. Yield the check's task, to await before this machine
-    publishes anything.
+    """Check in the background that no other machine uses this key. Yield the check's task, which this machine must
+    await before it publishes anything.
 
     The task raises CopiedKeyError.
     """
@@ -110,8 +109,8 @@ async def listen(transport: HivemindTransport, run_id: str) -> None:
 
 
 async def wait_for_copy(transport: HivemindTransport, run_id: str, peer: Peer) -> DilocoPeerError:
-    """Wait until another machine with the same key is heard and this process is the one that must end. Return the error
-    with which it ends.
+    """Wait until another machine with the same key is heard and this process, not the other, must end. Return the error
+    with which this process ends.
 
     If two machines began at the same time, neither could hear the other before, so one must end, and both must choose
     the same one. The one without a vote on the log's next entry ends; if that does not decide, the one with the lower
@@ -129,7 +128,6 @@ async def wait_for_copy(transport: HivemindTransport, run_id: str, peer: Peer) -
 
 
 def _copied(me: str, other: Heartbeat) -> CopiedKeyError:
-    """Return the error with which this process ends, because the peer `other` has the same key on another machine."""
     where = f", reached at {other.addresses[0]}" if other.addresses else ""
     return CopiedKeyError(
         f"another machine{where} takes part in {other.run} with the key of this one ({me}).",

@@ -1,5 +1,5 @@
 """Handlers of Ctrl-C and SIGTERM: the first signal asks the program to leave politely, the second one cancels it.
-SIGHUP, from a terminal that closes, only asks.
+SIGHUP, which a closing terminal sends, only asks.
 
 In a researcher's own program, that program and Python handle Ctrl-C; this module only makes sure that it is not lost.
 """
@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 class Interrupts:
-    """A signal handler that acts on this process's main task. Each signal first calls `heard`.
+    """A signal handler that lets this process's main task leave, or cancels it. Each signal first calls `heard`.
 
     The first signal calls `polite`, or cancels the task if `polite` is not set. The second one cancels the task. Later
     ones do nothing, so that the task can clean up. A hang-up after another signal does nothing either: a closing
@@ -45,7 +45,7 @@ class Interrupts:
 
 
 class RememberedInterrupt:
-    """A context manager that remembers a Ctrl-C which Python loses. At its end it restores the former handler.
+    """A context manager that remembers a Ctrl-C which Python loses. It restores the former handler at the end.
 
     Python loses a KeyboardInterrupt that is raised in a destructor or in some libraries' callbacks: it prints
     "Exception ignored in", and the program continues. The work in the context therefore calls `raise_again` now and
@@ -67,7 +67,7 @@ class RememberedInterrupt:
         return self
 
     def __exit__(self, *_: object) -> None:
-        is_ours = signal.getsignal(signal.SIGINT) == self._heard  # False if the work has set another handler
+        is_ours = signal.getsignal(signal.SIGINT) == self._heard  # False if the `with` block has set another handler
         if is_ours and threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGINT, self._former)
 
@@ -86,7 +86,7 @@ class RememberedInterrupt:
 
 
 def run_interruptible(main: Callable[[Interrupts], Coroutine[Any, Any, T]]) -> T | None:
-    """Run the coroutine of `main` and return its result, or None if the first signal cancelled it. Raises:
+    """Run the coroutine that `main` returns. Return its result, or None if the first signal cancelled it. Raises:
     KeyboardInterrupt after a second signal."""
     interrupts: Interrupts | None = None
 

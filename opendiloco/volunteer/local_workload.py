@@ -1,4 +1,4 @@
-"""The training that a peer drives: a trainer of inner steps, and the outer state with its arithmetic.
+"""The workload of a peer that trains: a trainer of inner steps, and the outer state with its arithmetic.
 
 Heavy arithmetic runs in threads, so that the event loop never waits.
 """
@@ -73,25 +73,25 @@ class InnerTrainer(Protocol):
         """
 
     async def take_average(self, fragment: int, is_changed: bool) -> None:
-        """Continue training with a captured fragment. If an outer step has changed the fragment (`is_changed`), its new
-        values are in `vectors.local`."""
+        """Continue training with the outcome of a captured fragment. If `is_changed`, an outer step has changed the
+        fragment, and the new values are in `vectors.local`."""
 
     def end_rest(self) -> None:
-        """Skip the inner steps of the last training that remain to be taken, if any."""
+        """Skip the inner steps of the last training that have not been taken yet."""
 
     async def held_out(self, section: EvaluationSection) -> HeldOut | None:
-        """Return theta's loss on held-out text, or None if the trainer cannot compute one. It must not be called during
-        training."""
+        """Return theta's loss on held-out text, or None if the trainer cannot compute it. Callers must not call this
+        during training."""
 
     async def wait_for_death(self) -> DilocoPeerError:
-        """Wait until the trainer can no longer train, and return the error for its caller to raise."""
+        """Wait until the trainer can no longer train, and return the error that the caller must raise."""
 
 
 InnerTrainer_co = TypeVar("InnerTrainer_co", bound=InnerTrainer, covariant=True)
 
 
 class TrainerWorkload(Generic[InnerTrainer_co]):
-    """An implementation of `peers.values.workload.TrainerWorkload` for any trainer.
+    """An implementation of `peers.values.workload.Workload` for any trainer.
 
     It trains until the run's last outer step, as the amendment in force defines it. After that the peer stays, to serve
     the finished state. No later entry can contain an amendment.
@@ -103,7 +103,7 @@ class TrainerWorkload(Generic[InnerTrainer_co]):
         config: RunConfig,
         run_is_over: Callable[[int], object] = lambda outer_steps: None,
     ) -> None:
-        """Create the workload, with a momentum of zeros. `run_is_over` is called with the run's number of outer steps
+        """Create the workload, whose momentum is zero. `run_is_over` is called with the run's number of outer steps
         when the run's training is complete."""
         self.trainer = trainer
         vectors = trainer.vectors
@@ -119,7 +119,7 @@ class TrainerWorkload(Generic[InnerTrainer_co]):
             for part, codec in zip(state.outer.fragments, state.fragments, strict=True)
         ]
         self._work = InnerLoop(0, (), 0, 0)  # the current training, or else the last one
-        self._ended_at: int | None = None  # outer step that applied the last training, or else the one it was for
+        self._ended_at: int | None = None  # outer step that applied the last training; if none did, the one it was for
         self._index: int | None = None  # outer step of the last training, if workers can continue from its end
         self._state_lock = asyncio.Lock()  # held while theta changes or is copied
         self.is_our_turn: Callable[[], bool] = lambda: False
@@ -188,7 +188,7 @@ class TrainerWorkload(Generic[InnerTrainer_co]):
             work.begin_training(from_theta=not goes_on)
         self._index = index
         if not goes_on:
-            self.trainer.end_rest()  # otherwise an evaluation would wait for the rest of the last training
+            self.trainer.end_rest()  # otherwise an evaluation would wait for the last training's remaining steps
         return goes_on
 
     def _end(self) -> None:
@@ -199,7 +199,7 @@ class TrainerWorkload(Generic[InnerTrainer_co]):
     async def _train(
         self, work: InnerLoop, on_progress: Callable[[Progress], None], on_captured: OnCaptured, goes_on: bool
     ) -> Trained:
-        """Train on a lease. When workers are lost and replaced, train on the same lease again, from the same bases.
+        """Train on a lease. When workers are lost and replaced, repeat the training, from the same theta.
 
         In a run that streams, fragments of theta may change before the workers have loaded them. The workers therefore
         begin with the bases, unless they go on from their present weights.
@@ -217,7 +217,7 @@ class TrainerWorkload(Generic[InnerTrainer_co]):
             for fragment in self._fragments:
                 fragment.begin_again()
             async with self._state_lock:
-                for fragment in self._fragments:  # the base is a copy if an outer step has changed theta since
+                for fragment in self._fragments:  # `base` is theta, or its copy from before an outer step
                     await asyncio.to_thread(np.copyto, fragment.local, fragment.base)
             with suppress(WorkersRestartedError):
                 return await self.trainer.run_inner_loop(work, on_progress, captured, from_local=True)
@@ -257,7 +257,7 @@ class TrainerWorkload(Generic[InnerTrainer_co]):
         *,
         amendment: Amendment | None = None,
     ) -> None:
-        """Take outer step `index` of a fragment with the average `payload`. Raises: BadBlocksError, AmendmentError,
+        """Apply the average `payload` to a fragment, in outer step `index`. Raises: BadBlocksError, AmendmentError,
         both without changing the state."""
         work, overrides = self._fragments[fragment], Overrides.of(amendment, self._config)
         async with self._state_lock:
@@ -272,8 +272,8 @@ class TrainerWorkload(Generic[InnerTrainer_co]):
             await self._decided(index, fragment, is_changed=True)
 
     def _apply(self, payload: Blocks, index: int, fragment: int, keeps_work: bool, overrides: Overrides) -> Payload:
-        """Take a fragment's outer step with an average, after keeping or dropping the base of its training. Return the
-        average."""
+        """Apply an average to a fragment, and return the average. Before that, keep or drop a copy of the fragment's
+        base: the theta from which its pseudo-gradient is computed."""
         work = self._fragments[fragment]
         average = work.codec.checked(payload)
         is_awaited = self._waits_for(index) and work.is_stored and work.is_changed is None
@@ -296,7 +296,7 @@ class TrainerWorkload(Generic[InnerTrainer_co]):
         return self._index is not None and index >= self._index
 
     def _goes_on_with(self, work: FragmentWork) -> bool:
-        """Return True if the workers have continued with a fragment after being informed of the fragment's outcome.
+        """Return True if the workers have been informed of the outcome of a fragment's outer step, and have gone on.
 
         From then on its theta is their base, even if a later outer step takes the stored weights.
         """
@@ -329,7 +329,7 @@ class TrainerWorkload(Generic[InnerTrainer_co]):
 
     # Evaluating theta ------------------------------------------------------------------------------------------------
     def take_turns(self, driver: Driver, me: str) -> None:
-        """Let this peer evaluate theta in each outer step for which the log chooses it, and publish the loss."""
+        """Let this peer evaluate theta, and publish the loss, whenever the log chooses this peer to do so."""
         self.is_our_turn = lambda: is_our_turn(me, driver.peer.log, self._config.evaluation)
         self.on_evaluated = driver.evaluated
 
@@ -353,8 +353,8 @@ LocalWorkload: TypeAlias = TrainerWorkload[WorkerGroup]
 
 @asynccontextmanager
 async def working(run: Run, options: WorkerOptions = NO_TRAINING) -> AsyncIterator[LocalWorkload]:
-    """Start workers, and yield a run's workload with them, in the run's initial state. The workers end with the `with`
-    block.
+    """Start workers, and yield a run's workload that uses them, in the run's initial state. End the workers after the
+    `with` block.
 
     Raises: see `WorkerGroup.start` and `check_initial_weights`.
     """

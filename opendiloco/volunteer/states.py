@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Past:
-    """The history of a state. `last` is the newest entry applied to it, or None for the initial state.
+    """The history of a run's state. `last` is the state's newest entry, or None for the initial state.
 
     `contributors` is the number of peers that have trained in the known entries; `is_whole` is true if all entries are
     known. `tokens` has the lineage's tokens by outer step, and `losses` the peers' losses on held-out text.
@@ -54,7 +54,7 @@ class Past:
 
     @classmethod
     def of(cls, log: RunLog, last: Header | None, losses: Mapping[int, float]) -> Past:
-        """Return the history of the state after the entry `last`, from a log and the losses by outer step."""
+        """Return the history of the state to which the entry `last` of `log` leads. `losses` are by outer step."""
         if last is None:
             return cls(None, 0, True)
         contributors, tokens = set[str](), dict[int, int]()
@@ -68,8 +68,8 @@ class Past:
         return self.last.index + 1 if self.last else 0
 
     def curve(self, loss: float | None) -> tuple[CurvePoint, ...]:
-        """Return the points of the held-out loss curve up to this state, in order. `loss` is this state's own, if
-        measured."""
+        """Return the points of the held-out loss curve up to this state, in order. `loss` is the loss of this state, or
+        None if it was not measured."""
         losses = {step: found for step, found in self.losses.items() if step <= self.outer_steps}
         if loss is not None:
             losses[self.outer_steps] = loss
@@ -88,7 +88,7 @@ def command_line(*words: str | Sequence[str]) -> str:
 async def newest_state(
     invite: Invite, identity: Path | None, data: Sequence[Path] | None, own: OwnFiles
 ) -> AsyncIterator[tuple[Run, Past, LocalWorkload]]:
-    """Yield the newest state of a run's peers, in a workload that can evaluate, generate and export.
+    """Yield a run, its newest state's history, and a workload with that state, fetched from the run's peers.
 
     The run's local text is in the folders `data`, its local model and tokenizer in `own`; no other file of this machine
     is read. Without `data` (None) no text is read, and the workload can only generate; see `with_text`.
@@ -108,8 +108,8 @@ async def newest_state(
 
 
 def with_text(run: Run, data: Sequence[Path] | None) -> tuple[Run, WorkerOptions]:
-    """Return the run with its local text found in the folders `data`, and the options of a worker that evaluates on the
-    run's text.
+    """Return the run with the folders `data` as its local text, and the options of a worker that evaluates on the run's
+    text.
 
     The worker reads no text if `data` is None, or names none of the run's local text. Raises: DataError, see
     `Run.with_data`.
@@ -164,8 +164,8 @@ async def fetch_state(run: Run, transport: HivemindTransport, workload: LocalWor
 
 
 def past_of(run: Run, following: Following, losses: Mapping[int, float]) -> Past:
-    """Return the history of the state that `following` has fetched. `losses`, known to this machine, override those
-    that peers report."""
+    """Return the history of the state that `following` has fetched. Each loss in `losses`, by outer step, replaces the
+    loss that peers report."""
     found = RunView(run, following.donors.heartbeats).held_out
     return Past.of(following.past, following.log.last, {one.index: one.loss for one in found} | dict(losses))
 
@@ -182,7 +182,7 @@ async def export_state(
     run: Run, past: Past, workload: LocalWorkload, folder: Path, command: str = "", dtype: Dtype = "float32"
 ) -> RunFacts:
     """Evaluate the workload's state, if its workers read text, and write the model to `folder`. Return the facts in its
-    model card, which include the `command` that repeats the export."""
+    model card, which include `command`, the command line that repeats the export."""
     workers, last = workload.trainer, past.last
     found = await workers.held_out(run.config.evaluation) if workers.reads else None
     if found is not None:
@@ -209,7 +209,7 @@ async def export_state(
 
 @dataclass(frozen=True)
 class StateSource:
-    """The source of a state on the disk: a checkpoint, and the log in `folder`.
+    """The place of a state on the disk: a checkpoint, and the log in `folder`, whose later entries lead to the state.
 
     The state is the one after `index` outer steps, or the last one to which the log leads if `index` is None.
     """
@@ -254,8 +254,8 @@ async def state_of(origin: StateSource, data: Sequence[Path] | None) -> AsyncIte
 def find_origin(
     source: Path, index: int | None = None, manifest: Path | None = None, own: OwnFiles = NONE
 ) -> StateSource:
-    """Return the source of the state that `source` names: a checkpoint's file, a peer's folder of a run, or the folder
-    of its checkpoints.
+    """Return the place of a state. `source` is a checkpoint's file, a peer's folder of a run, or the folder of that
+    peer's checkpoints.
 
     Without an index, a file means its checkpoint, and a folder means its newest good checkpoint and the log after it.
     The manifest, if not given, lies beside the checkpoints or one folder above. A folder higher up, such as an
@@ -288,8 +288,8 @@ def find_origin(
 
 
 def _only_run(folder: Path) -> Path:
-    """Return the folder of a peer's run: `folder`, or the only such folder below it. Raises: CheckpointError if there
-    are several."""
+    """Return `folder` if it is a peer's folder of a run, or else the only such folder below it. Raises: CheckpointError
+    if there are several."""
     if (folder / MANIFEST).exists():
         return folder
     found = sorted(folder.glob(f"*/{MANIFEST}")) or sorted(folder.glob(f"*/*/{MANIFEST}"))

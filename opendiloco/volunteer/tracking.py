@@ -1,5 +1,5 @@
-"""Tracking of a live run: yielding each state to which its log leads, in order, and comparing it with the states that
-peers report.
+"""The tracking of a live run, which yields each state to which the log leads, in order, and compares it with the states
+that peers report.
 
 A follower computes the run's states again, and thereby audits what all peers report about theirs.
 """
@@ -29,7 +29,7 @@ from peers.values.system import cancel_and_wait, start_task
 
 logger = logging.getLogger(__name__)
 
-POSITIONS = 1024  # positions remembered: as many computed states, and as many reported ones
+POSITIONS = 1024  # number of log positions whose states are remembered, for computed and for reported states each
 
 T = TypeVar("T")
 
@@ -41,7 +41,7 @@ class Reached:
     log: LogState
     state_digest: bytes
     is_snapshot: bool
-    agreeing: int  # number of peers that report this state so far
+    agreeing: int  # number of peers that have reported this state so far
 
     @property
     def index(self) -> int:
@@ -51,8 +51,8 @@ class Reached:
 
 @dataclass(frozen=True)
 class Disagreement:
-    """A peer's state after `index` outer steps that differs from the one to which the log leads: the digests of
-    both."""
+    """A difference between a peer and the log after `index` outer steps: the state digest that the peer has reported
+    (`said`), and the digest of the state to which the log leads (`expected`)."""
 
     index: int
     peer: str
@@ -61,7 +61,7 @@ class Disagreement:
 
 
 class Audit:
-    """A comparison of the states that peers report with those that this machine computes, in any order of arrival."""
+    """A comparison of the states that peers report with those that this machine computes. Either may arrive first."""
 
     def __init__(self) -> None:
         self.disagreements: list[Disagreement] = []
@@ -90,7 +90,7 @@ class Audit:
         return sum(digest == self._computed.get(position) for digest in digests)
 
     def check(self) -> None:
-        """Raise DisagreementError if any peer has reported another state than the log leads to."""
+        """Raise DisagreementError if any peer has reported another state than the one to which the log leads."""
         if self.disagreements:
             first, peers = self.disagreements[0], {one.peer for one in self.disagreements}
             raise DisagreementError(
@@ -120,8 +120,8 @@ def _remembered(known: OrderedDict[Position, T], position: Position, value: T) -
 async def states_until(
     last: Callable[[LogState], int], following: Following, audit: Audit, poll: float
 ) -> AsyncIterator[Reached | Disagreement]:
-    """Yield a snapshot of the run, then each later state until outer step `last` is taken, and each disagreement when
-    found.
+    """Yield a snapshot of the run, then each later state until outer step `last` is taken, and each disagreement as
+    soon as it is found.
 
     `last` computes that outer step from the log so far. New entries are fetched every `poll` seconds. If an entry
     cannot be fetched, or the run has continued another lineage, the states begin anew with a snapshot. While no peer is
@@ -129,8 +129,8 @@ async def states_until(
     """
 
     async def advance() -> bool | None:
-        """Fetch and apply one entry. Return True if a snapshot was fetched instead, False if the entry was applied,
-        None if there is no new entry."""
+        """Fetch and apply one entry, and return False. Return True if a snapshot was fetched instead, or None if there
+        is no new entry."""
         try:
             advanced = await following.advance()
         except CannotFollowError as error:
@@ -162,8 +162,8 @@ async def states_until(
 
 
 async def retrying(attempt: Callable[[], Awaitable[T]], seconds: float) -> T:
-    """Call `attempt`, every `seconds` seconds while no peer is online, and return its result. The wait is logged
-    once."""
+    """Call `attempt`, and return its result. While no peer is online, call it again every `seconds` seconds, and log
+    the wait once."""
     is_waiting = False
     while True:
         try:
@@ -180,8 +180,8 @@ async def retrying(attempt: Callable[[], Awaitable[T]], seconds: float) -> T:
 
 
 async def state_for(run: Run, transport: FollowTransport) -> LocalState:
-    """Return zeros as memory for the run's state. The size follows from the run's configuration, or else from most
-    peers' reports.
+    """Return memory for the run's state, filled with zeros. Its size follows from the run's configuration, or else from
+    the size that most peers report.
 
     Raises: SwarmUnreachableError when no peer reports it; MachineError when memory is too small.
     """
@@ -194,7 +194,7 @@ async def state_for(run: Run, transport: FollowTransport) -> LocalState:
 
 
 async def unless_failed(work: Coroutine[Any, Any, T], failure: Coroutine[Any, Any, DilocoPeerError]) -> T:
-    """Return the result of `work`, unless `failure` returns an error first. Raises: that error."""
+    """Return the result of `work`. If `failure` returns first, raise the error that it returns."""
     working, failing = start_task(work), start_task(failure)
     try:
         await asyncio.wait((working, failing), return_when=asyncio.FIRST_COMPLETED)

@@ -1,4 +1,4 @@
-"""One machine in a run: its session from finding the run to leaving it, and the volunteer that trains in it.
+"""The session of one machine in a run, from finding the run to leaving it, and the volunteer that trains in the run.
 
 The protocol's driver is above a volunteer; the workers and the outer state are below it.
 """
@@ -62,10 +62,10 @@ from peers.values.workload import SnapshotError
 
 logger = logging.getLogger(__name__)
 
-RESUMABLE = 2  # newest checkpoints from which this machine can resume: two, in case one is damaged
+RESUMABLE = 2  # number of newest checkpoints from which this machine can resume: two, in case one is damaged
 ANY_PORT = ("/ip4/0.0.0.0/tcp/0",)
 AT_WORK = frozenset({State.TRAINING, State.READY, State.AVERAGING, State.APPLYING})
-LOOK_SECONDS = 2.0  # seconds between two looks at the other peers' losses and the end of the run
+LOOK_SECONDS = 2.0  # seconds between two checks of the other peers' losses and of the end of the run
 ALONE = (
     "no other peer and no archive of this run was found: this machine begins it at outer step 0. If others have "
     "trained in it before, leave (Ctrl-C) and join when one of them or an archive is online: if a run begins twice, "
@@ -73,12 +73,12 @@ ALONE = (
 )
 HAND_OVER_SECONDS = 10.0  # seconds that a leaving volunteer waits until another machine has the newest outer step
 HAND_OVER_LOOK = 0.2  # seconds between two checks that another machine has the newest outer step
-LAST_SECONDS = 2.0  # seconds in which the last volunteer receives news of others that leave at the same time
+LAST_SECONDS = 2.0  # seconds that the last volunteer waits to see whether others leave at the same time
 
 
 @dataclass(frozen=True)
 class Session:
-    """One machine's session in a run, with the settings and limits that its owner has chosen."""
+    """The session of one machine in a run: finds the run and trains in it, within the limits that the owner has set."""
 
     settings: JoinSettings
     invite: Invite
@@ -213,7 +213,7 @@ async def volunteer_with(
 
 
 def _prune_log(folder: RunFolder, log: LogFolder) -> None:
-    """Delete entries older than the checkpoints from which this machine may resume."""
+    """Delete the log's entries that are older than the checkpoints from which this machine may resume."""
     try:
         newest = Checkpoints(folder.checkpoints, folder.run_id).indices()[:RESUMABLE]
         log.prune(min(newest, default=0))
@@ -262,7 +262,7 @@ class Volunteer:
         admission: RunAdmission | None = None,
         remembered: RememberedPeers | None = None,
     ) -> None:
-        """Create the volunteer of these parts. With an `admission`, it leaves when its ticket is no longer valid.
+        """Create a volunteer. With an `admission`, it leaves the run when this machine's ticket is no longer valid.
 
         The addresses of other peers are kept in `remembered`, so that this machine finds the run again without its
         bootstrap nodes.
@@ -339,7 +339,7 @@ class Volunteer:
         return self._driver.peer.log.position.index
 
     def facts(self) -> OwnFacts:
-        """Return this process's knowledge of the run, for displays."""
+        """Return the facts that this process knows about the run, for displays."""
         under_way = None if self._workers is None else self._workers.under_way
         return OwnFacts(
             heartbeats=self.heartbeats(),
@@ -383,8 +383,8 @@ class Volunteer:
         return self._driver.peer.state in AT_WORK and self.outer_step < outer_steps
 
     def hold(self, held: bool) -> None:
-        """Pause the inner steps if `held`, else resume them. A paused peer stays in the run, and others see a late
-        member."""
+        """Pause the inner steps if `held`, else resume them. A paused peer stays in the run, where the others see it as
+        late."""
         if self._workers is not None:
             self._workers.supervisor.hold(held)
 
@@ -422,8 +422,8 @@ class Volunteer:
 
     @property
     def _may_be_last(self) -> bool:
-        """True if this volunteer must leave last when all leave at once: it has the greatest id of those at work, and
-        the run has no archive."""
+        """True if this volunteer must leave last when all leave at once, because it has the greatest id of the peers at
+        work and the run has no archive."""
         others, me = self.others(), self._driver.peer.me
         at_work = [beat.peer for beat in others if beat.state in PARTICIPATING]
         return bool(at_work) and max(at_work) < me and all(beat.state is not PeerState.ARCHIVING for beat in others)
@@ -454,7 +454,7 @@ class Volunteer:
 
 
 def _bytes_by_purpose(sent: int, received: int) -> dict[str, tuple[int, int]]:
-    """Return the bytes of bulk data by purpose, each as (sent, received)."""
+    """Return the numbers of bytes of bulk data that were sent and received, by purpose."""
     counts = {"rounds": metrics.moved(metrics.ROUND_BYTES), "measuring": metrics.moved(metrics.MEASURING_BYTES)}
     known = [sum(directions) for directions in zip(*counts.values(), strict=True)]
     return counts | {"serving": (max(0, sent - known[0]), max(0, received - known[1]))}
@@ -483,7 +483,7 @@ async def connected(
 
 @asynccontextmanager
 async def reading(invite: Invite, identity: Path | None) -> AsyncIterator[tuple[Run, HivemindTransport]]:
-    """Connect to read a run's log and state, with the key in the file `identity`. Yield the run and the transport.
+    """Connect to a run to read its log and state, with the key in the file `identity`. Yield the run and the transport.
 
     Without a file the key is a new one, but this machine's key in a run by invitation. Raises: AdmissionError when the
     run does not admit the key; see `connected` and `find_run`.
@@ -503,8 +503,8 @@ async def reading(invite: Invite, identity: Path | None) -> AsyncIterator[tuple[
 
 @contextmanager
 def _held_to_read(path: Path | None) -> Iterator[Identity]:
-    """Yield the identity as `hold_identity` does, with another remedy in InUseError: a new key would not be admitted to
-    the run."""
+    """Yield the identity as `hold_identity` does. An InUseError has another remedy than a new key, because the run
+    would not admit a new key."""
     with ExitStack() as stack:
         try:
             key = stack.enter_context(hold_identity(path))

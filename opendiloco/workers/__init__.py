@@ -1,4 +1,4 @@
-"""The processes of a machine that train, and the peer process's control over them.
+"""The worker processes that train the model on one machine, and the peer process's control over them.
 
 Only the worker process imports torch, in `worker` and `assembly`. The modules that the peer process imports need none.
 

@@ -1,4 +1,4 @@
-"""The assembly of a worker's model, sharded if several workers share it; and checks that the model fits in memory."""
+"""The assembly of a worker's model, sharded if several workers share it, and a check that it fits in memory."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SHARE_OF_LOGITS = 0.25
 
 
 def in_fitting_precision(config: RunConfig, team: Team) -> RunConfig:
-    """Return the run's configuration in a precision that suits all workers' devices. For fp16, only set `team.half`.
+    """Return `config` in a precision that suits all workers' devices. For fp16, set `team.half` instead.
 
     If the run asks for bf16 and one worker's device does not support it, all compute in fp16 if that is fast on all
     devices, and otherwise in fp32.
@@ -100,7 +100,7 @@ def assemble_model(
 
 def checkpoint_activations(model: Any) -> None:
     """Make each block compute its activations again in the backward pass. Raises: MachineError if the model cannot."""
-    # transformers before version 5 names the method gradient_checkpointing_enable.
+    # In transformers before version 5, this method is called gradient_checkpointing_enable.
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     try:
         enable({"use_reentrant": False})
@@ -109,7 +109,7 @@ def checkpoint_activations(model: Any) -> None:
 
 
 def _cast_embeddings(model: torch.nn.Module) -> None:
-    """Make the model's embedding layers return autocast's type, such as bf16, while autocast is on.
+    """Make the model's embedding layers convert their output to autocast's type, such as bf16, while autocast is on.
 
     Blocks add to this output. In half precision, the activations that they read and keep for the backward pass are half
     as large, as they are under FSDP2's precision policy.
@@ -125,8 +125,8 @@ def _cast_embeddings(model: torch.nn.Module) -> None:
 
 
 def _is_compiled(options: WorkerOptions, device: torch.device) -> bool:
-    """Return True if the model's blocks are to be compiled: by the owner's choice or, without one, for training on a
-    CUDA GPU for which torch can compile."""
+    """Return True if the model's blocks are to be compiled: by the owner's choice or, if the owner chose nothing, for
+    training on a CUDA GPU for which torch can compile."""
     if options.compile is not None or device.type != "cuda" or not options.trains:
         return bool(options.compile)
     lacking = compiling_lacks(device)
@@ -138,7 +138,7 @@ def _is_compiled(options: WorkerOptions, device: torch.device) -> bool:
 def _check_memory(memory: WorkerMemory, team: Team, trains: bool, codec: CodecSection) -> None:
     """Raise MachineError if the machine has too little main memory for the model, not counting activations."""
     host = HostMemory.of(memory.trained, codec)
-    starting = host.shared + memory.evaluating  # bytes in use while the first worker builds the whole model
+    starting = host.shared + memory.evaluating  # bytes of main memory while the first worker builds the whole model
     replicas = team.size // team.shards
     needed = host.most + memory.on_host * replicas if trains else host.evaluating
     if team.device.type == "cpu":
@@ -148,8 +148,8 @@ def _check_memory(memory: WorkerMemory, team: Team, trains: bool, codec: CodecSe
 
 
 def _check_device(memory: WorkerMemory, team: Team, trains: bool) -> int:
-    """Return the bytes of the worker's GPU that its part of the model leaves free for activations. Raises: MachineError
-    if that part does not fit."""
+    """Return the number of bytes of the worker's GPU that remain free for activations beside its part of the model.
+    Raises: MachineError if that part does not fit."""
     needed = (memory.training if trains else memory.evaluating) // team.shards
     free = torch.cuda.mem_get_info(team.device)[0]
     if needed > free:

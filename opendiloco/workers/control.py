@@ -50,13 +50,13 @@ LEAST_PATIENCE = 600.0
 slow the machine down for a while."""
 STEPS_OF_PATIENCE = 10  # a worker may be silent for 10 times the duration of its slowest inner step
 ALIVE_SECONDS = 30.0  # seconds between two `Alive` reports of a worker that waits for other peers
-LINE_LIMIT = 16 * 2**20  # most bytes of a reply; asyncio's default of 64 KiB is too small for long tracebacks and texts
+LINE_LIMIT = 16 * 2**20  # largest size of a reply, in bytes; asyncio's 64 KiB are too few for long tracebacks and texts
 CLOSE_SECONDS = 2.0  # seconds that a worker has to exit before the peer process kills it
-KILLED_SECONDS = 60.0  # seconds to wait for a killed worker's end, which a GPU's driver may block for ever
+KILLED_SECONDS = 60.0  # seconds to wait for the end of a killed worker, because a GPU's driver may block it for ever
 LOOK_SECONDS = 0.2  # seconds between two checks for the end of a worker's process
 LINES_KEPT = 60  # number of a worker's last printed lines to keep: enough for a traceback through torch
 LINE_LENGTH = 500  # characters to keep of each printed line, because a worker may print lines of any length
-IN_A_SENTENCE = 3  # number of last printed lines that an error message repeats; the log has all kept lines
+IN_A_SENTENCE = 3  # number of a worker's last printed lines that an error message repeats; the log has all kept lines
 TERMINAL_COMMANDS = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]")
 LOOPBACK_ONLY = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
@@ -64,7 +64,7 @@ ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC
 
 
 class ControlMessage(BaseModel):
-    """A message on the control channel. Its line holds the name of its class, and its fields as JSON."""
+    """A message on the control channel, sent as one line: the name of the message's class, and the fields as JSON."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, ser_json_inf_nan="constants")
 
@@ -149,8 +149,8 @@ class RunInnerLoop(Command):
 
     @classmethod
     def of(cls, work: InnerLoop, config: RunConfig, **fields: Any) -> Self:
-        """Return the command to train `work` in this run. Raises: AmendmentError if an amendment does not suit the
-        run."""
+        """Return the command to train `work` in the run of `config`. Raises: AmendmentError if an amendment does not
+        suit the run."""
         overrides = Overrides.of(work.amendment, config)
         return cls(
             index=work.index,
@@ -164,8 +164,8 @@ class RunInnerLoop(Command):
 
 
 class EndInnerLoop(Command):
-    """Command to end training `number` after the inner step in progress, but not before the first inner step is done.
-    The worker sends no reply.
+    """Command to end the training `number` after the inner step in progress, but not before its first inner step is
+    done. The worker sends no reply.
 
     All workers end after the same inner step, as soon as one of them has received this command.
     """
@@ -183,8 +183,8 @@ class Hold(Command):
 
 
 class TakeAverage(Command):
-    """Command to merge the average of a fragment that training `number` has stored. If `is_changed`, the shared vector
-    `local` holds the fragment's new values; otherwise there is nothing to merge.
+    """Command to merge a fragment's average into the worker's weights. Training `number` has stored the fragment. If
+    `is_changed`, the shared vector `local` holds its new values; otherwise there is nothing to merge.
 
     It has no reply. The peer process may send it at any time until the worker stores the fragment again.
     """
@@ -362,8 +362,7 @@ class Exported(Reply):
 
 
 class MomentsMoved(Reply):
-    """Reply: the moments were written or loaded or, if there is a `problem`, were not. Training continues in both
-    cases."""
+    """Reply: the moments were written or loaded or, if there is a `problem`, were not. Training continues even then."""
 
     problem: str | None = None
 
@@ -378,7 +377,7 @@ class Failed(Reply):
 
 
 def patience(slowest_seconds: float | None) -> float:
-    """Return the seconds for which a worker may report nothing in training, and its collective operations may block.
+    """Return the seconds for which a worker in training may send no report, and its collective operations may block.
 
     `slowest_seconds` is the duration of its slowest inner step so far, or None before the first one.
     """
@@ -397,7 +396,7 @@ class UnexpectedWorkerError(WorkerError):
 
 
 def _rebuild(failure: Failed) -> DilocoPeerError:
-    """Return a worker's error, with its traceback as a note. An unexpected error becomes an `UnexpectedWorkerError`."""
+    """Return the error that `failure` describes, with the worker's traceback as a note."""
     expected = EXPECTED_ERRORS.get(failure.error)
     error: DilocoPeerError
     if expected is not None:
@@ -441,7 +440,6 @@ class _LastWords:
         return next(failures, "")
 
     def log(self, name: str) -> None:
-        """Log all kept lines as an error of the worker called `name`."""
         if self._lines:
             logger.error("%s printed last:\n%s", name, "\n".join(f"    {line}" for line in self._lines))
 
@@ -451,8 +449,8 @@ class WorkerDeathError(WorkerError):
 
 
 class WorkerProcess:
-    """A worker process under the peer process's control. The worker carries out one command at a time; only a command
-    about moments may run beside it. Create the process with `start`."""
+    """A worker process, as the peer process controls it. It carries out one command at a time; only a command about
+    moments may run beside another command. Create a `WorkerProcess` with `start`."""
 
     def __init__(self, process: asyncio.subprocess.Process, on_stage: Watch) -> None:
         self.name = "the worker"
@@ -485,7 +483,7 @@ class WorkerProcess:
         return worker
 
     def write(self, message: ControlMessage) -> None:
-        """Send a message to the worker. If the worker is dead, drop the message: `death` has the error."""
+        """Send a message to the worker. If the worker is dead, drop the message; `death` then holds the error."""
         if not self._writer.is_closing():
             self._writer.write(message.line())
 
@@ -493,7 +491,7 @@ class WorkerProcess:
         self, command: ControlMessage, answer: type[Answer], on_report: Callable[[Report], None]
     ) -> Answer:
         """Send a command and return the worker's answer. The caller must not cancel this call, because the next call
-        would then return the late answer.
+        would then return the answer to this command.
 
         Raises: the worker's error, rebuilt as an error of this project; WorkerDeathError when the worker dies.
         """
@@ -529,7 +527,6 @@ class WorkerProcess:
 
     @property
     def is_running(self) -> bool:
-        """True while the worker's process exists."""
         return self._process.returncode is None
 
     def _kill(self) -> None:
@@ -555,7 +552,7 @@ class WorkerProcess:
         self._end(self._describe_death())
 
     def _hear(self, line: bytes) -> None:
-        """Handle one line from the worker's control channel. Raises: ValueError if it is not a control message."""
+        """Handle one line from the worker's control channel. Raises: ValueError if the line is no control message."""
         reply = Reply.parse(line)
         if isinstance(reply, AtStage):
             self._on_stage(reply.stage, reply.share)
@@ -572,7 +569,7 @@ class WorkerProcess:
             self._moments_replies.put_nowait(None)
 
     async def _next(self, replies: asyncio.Queue[Reply | None]) -> Reply:
-        """Wait for the next reply in a queue, and return it. Raises: the error that describes the worker's death."""
+        """Wait for the next reply in a queue, and return it. Raises: the error in `death` if the worker is dead."""
         reply = await replies.get()
         if reply is None:
             replies.put_nowait(None)  # wakes the next caller that waits for a reply
@@ -634,7 +631,7 @@ async def _spawn(control: int, inherited: Sequence[int], threads: int) -> asynci
 
 def _allocator() -> dict[str, str]:
     """Return environment variables that make torch's GPU allocator grow its segments, so that tensors of many sizes
-    leave no gaps.
+    leave no gaps in GPU memory.
 
     There are none if the volunteer has configured the allocator. Workers on a CPU ignore them.
     """

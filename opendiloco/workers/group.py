@@ -1,4 +1,4 @@
-"""A volunteer's workers as the peer process uses them: they train, evaluate, generate and export."""
+"""A volunteer's workers as a group, which the peer process asks to train, evaluate, generate text and export."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ while."""
 
 
 class WorkerGroup:
-    """All workers of a volunteer, running and configured. They carry out requests one after the other. Create the group
+    """All workers of a volunteer, started and configured. They carry out one request after the other. Create a group
     with `start`, and end it with `close`."""
 
     vectors: SharedVectors
@@ -75,7 +75,7 @@ class WorkerGroup:
         cls, config: RunConfig, options: WorkerOptions | None = None, reads_runs_text: bool = True
     ) -> WorkerGroup:
         """Start and configure the workers. `reads_runs_text` is true if they read the text that the run defines.
-        Raises: as `Supervisor.start`."""
+        Raises: the errors of `Supervisor.start`."""
         options = options or WorkerOptions()
         group = cls(config, options, reads_runs_text)
         supervisor = group.supervisor
@@ -101,8 +101,8 @@ class WorkerGroup:
         from_local: bool = False,
         goes_on: bool = False,
     ) -> Trained:
-        """Train `work`, write all fragments to `vectors.local`, and return the trained samples, their tokens and the
-        mean loss. If the call is cancelled, stop the workers within one inner step.
+        """Carry out the training `work`, write all fragments to `vectors.local`, and return the trained samples, their
+        tokens and the mean loss. If cancelled, stop the workers within one inner step.
 
         In a run with an overlap, the workers still have inner steps to take when this returns. They take them before
         any other request.
@@ -125,7 +125,7 @@ class WorkerGroup:
 
         def on_step(step: InnerStepDone) -> None:
             self.telemetry.progressed(work.index, step)
-            number = 0 if under_way.is_known else step.inner_step  # 0 marks a step after the training's outcome
+            number = 0 if under_way.is_known else step.inner_step  # 0 marks a step after the outcome was known
             on_progress(Progress(number, step.loss, step.tokens_per_second))
 
         async def carry_out() -> InnerLoopDone:
@@ -155,14 +155,14 @@ class WorkerGroup:
         return Trained(stored.samples, stored.tokens, stored.loss)
 
     def end_rest(self) -> None:
-        """Stop the inner steps left after the last training's outcome, because they may wait for averages that never
-        arrive."""
+        """Stop the inner steps that workers still take after the last training's outcome, because the steps may wait
+        for averages that never arrive."""
         if self.under_way is not None and self.under_way.has_rest:
             self._tell(EndInnerLoop(number=self._trainings))
 
     async def take_average(self, fragment: int, is_changed: bool) -> None:
-        """Make the workers merge the average of a stored fragment. If `is_changed`, `vectors.local` holds the
-        fragment's new values; otherwise there is nothing to merge."""
+        """Make the workers merge the average of a fragment that they have stored. If `is_changed`, `vectors.local`
+        holds the fragment's new values; otherwise there is nothing to merge."""
         self._tell(TakeAverage(number=self._trainings, fragment=fragment, is_changed=is_changed))
 
     def _tell(self, command: ControlMessage) -> None:  # a benchmark with a worker thread overrides this method
@@ -170,7 +170,7 @@ class WorkerGroup:
 
     # The model -------------------------------------------------------------------------------------------------------
     async def evaluate(self, windows: int) -> Evaluated:
-        """Return theta's mean held-out loss, in nats per token, over at most this many windows of text."""
+        """Return theta's mean held-out loss, in nats per token, over at most `windows` windows of text."""
         return await self._insist(Evaluate(windows=windows), Evaluated)
 
     async def held_out(self, section: EvaluationSection) -> HeldOut:
@@ -180,7 +180,7 @@ class WorkerGroup:
         return HeldOut((await self.evaluate(section.windows)).loss, is_runs_text)
 
     async def generate(self, prompt: str, tokens: int, seed: int = 0, temperature: float = TEMPERATURE) -> str:
-        """Return theta's continuation of a prompt, as text. At temperature 0 each token is the most likely one."""
+        """Return the text with which theta continues `prompt`. At temperature 0 each token is the most likely one."""
         command = Generate(prompt=prompt, tokens=tokens, seed=seed, temperature=temperature)
         return (await self._insist(command, Generated, workers=1)).text
 
@@ -190,7 +190,7 @@ class WorkerGroup:
         await self._insist(command, Exported, workers=1)
 
     async def _insist(self, command: ControlMessage, answer: type[Answer], workers: int | None = None) -> Answer:
-        """Queue a command for the workers, and send it again if they are replaced. Return the first worker's answer."""
+        """Queue a command, send it again after each replacement of workers, and return the first worker's answer."""
 
         async def ask() -> Answer:
             while True:
@@ -200,8 +200,8 @@ class WorkerGroup:
         return await asyncio.shield(self.supervisor.requests.add(ask))
 
     async def wait_for_death(self) -> DilocoPeerError:
-        """Wait until the workers are dead and not replaced, and return the error to raise. A caller that closes the
-        group must cancel this call."""
+        """Wait until the workers are dead and not replaced, and return the error to raise. The caller must cancel this
+        call before it closes the group."""
         return await asyncio.shield(self.supervisor.death)
 
     async def close(self) -> None:
@@ -210,7 +210,7 @@ class WorkerGroup:
 
 
 class UnderWay:
-    """One training as the peer process sees it: the reports of its workers, and its outcome.
+    """The peer process's record of one training: it handles the workers' reports and determines the training's outcome.
 
     It calls `on_captured` for each of the `fragments`, except the last, that all `workers()` workers have stored. The
     training's outcome is known when the last fragment is stored. The workers may still have inner steps to take then:
@@ -244,7 +244,7 @@ class UnderWay:
         return self.is_known and self._request is not None and not self._request.done()
 
     def check_rest(self) -> None:
-        """Raise the error of the inner steps that were left after the outcome, if they have failed."""
+        """If the inner steps after the training's outcome have failed, raise their error."""
         if self.is_known and self._request is not None:
             with suppress(asyncio.CancelledError):
                 self._request.result()
@@ -306,8 +306,8 @@ class Overlap:
     """
 
     def __init__(self, config: RunConfig, own: str | None) -> None:
-        """Create the overlap: `own`, the owner's choice, or the run's if `own` is None or "auto". Raises: MachineError
-        when the run does not allow the owner's choice."""
+        """Set the overlap to `own`, the owner's choice, or to the run's overlap if `own` is None or "auto". Raises:
+        MachineError when the run does not allow `own`."""
         self.steps = config.streaming.overlap
         self._most = config.training.inner_steps - 1
         self._follows = own == AUTO and self.steps > 0

@@ -33,7 +33,7 @@ SHORTEST_ROUND = 1.0  # rough number of seconds that the messages of a round tak
 
 @dataclass(frozen=True)
 class _Machine:
-    """A machine with `gpus` equal GPUs that people can rent. `gpu` is torch's name of each GPU, `memory` its bytes."""
+    """A machine that people can rent, with `gpus` GPUs of `memory` bytes each. `gpu` is torch's name for such a GPU."""
 
     name: str
     gpu: str
@@ -81,8 +81,8 @@ class Needs:
 
     @property
     def device_memory(self) -> int:
-        """The memory, in bytes, that each GPU needs for its part of the model, CUDA and NCCL. Activations come on
-        top."""
+        """The memory, in bytes, that each GPU needs for its part of the model, CUDA and NCCL, but not for
+        activations."""
         return self.device.training // self.gpus + CONTEXT_BYTES + NCCL_BYTES * (self.gpus > 1)
 
     @property
@@ -108,16 +108,16 @@ class Needs:
         }
 
     def days(self, machine: _Machine) -> float | None:
-        """Return the days that the run takes a peer on `machine`, or None if a GPU's memory is too small or its speed
-        unknown."""
+        """Return the days for which a peer on `machine` trains in the run, or None if a GPU's memory is too small or
+        its speed unknown."""
         if self.device_memory > machine.memory:
             return None
         peak = peak_tokens_per_second(machine.gpu, machine.gpus, self.precision, self.token_flops)
         return None if peak is None else self.tokens / (UTILISATION * peak) / SECONDS_A_DAY
 
     def link(self, days: float) -> tuple[float, float]:
-        """Return the seconds that a round may take if the run takes `days` days, and the bits per second that a peer's
-        link must then carry in each direction.
+        """Return the seconds that one round may take if the run takes `days` days, and the bits per second that a
+        peer's link must then carry in each direction.
 
         A member of a large round sends two payloads and receives two.
         """
@@ -125,8 +125,8 @@ class Needs:
         return seconds, 8 * 2 * self.host.payload / seconds
 
     def uplinks(self, days: float) -> tuple[float, dict[str, float]]:
-        """Return the seconds in which a peer should send its contribution and, for each format, the uplink that it
-        needs for that, in bytes per second.
+        """Return the seconds in which a peer should send its contribution if the run takes `days` days and, for each
+        format, the uplink that this requires, in bytes per second.
 
         The other peers have links as `link` returns, and train for as many days.
         """
@@ -157,8 +157,8 @@ def needs_of(config: RunConfig, skeleton: Any, gpus: int = 1, options: WorkerOpt
 
 
 def needs_lines(needs: Callable[[int], Needs]) -> Iterator[str]:
-    """Yield lines of text: the needs in general, and on each of `MACHINES`. `needs(n)` returns those of a peer with n
-    GPUs."""
+    """Yield lines of text: the needs in general, and on each of `MACHINES`. `needs(n)` returns the needs of a peer with
+    n GPUs."""
     one = needs(1)
     beside, alone = in_words(one.main_memory), in_words(one.main_memory_on_cpu)
     yield f"{one.host.values:,} parameters; {one.outer_steps} outer steps, {one.tokens:,} tokens of each peer"
@@ -177,14 +177,14 @@ def needs_lines(needs: Callable[[int], Needs]) -> Iterator[str]:
 
 
 def _uplinks(needs: Needs, days: float) -> str:
-    """Return text with the uplink, in Mbit/s, that each format needs if the whole run takes this many days."""
+    """Return text with the uplink, in Mbit/s, that each format needs if the whole run takes `days` days."""
     seconds, uplinks = needs.uplinks(days)
     each = ", ".join(f"{format} {float(f'{rate / MEGABIT:.2g}'):,g}" for format, rate in uplinks.items())
     return f"uplink in Mbit/s for a contribution in {duration(seconds)}: {each}"
 
 
 def _time_on(machine: _Machine, needs: Needs) -> str:
-    """Return text to append to a machine's name and memory: its training time, and the link that it needs."""
+    """Return the text that follows a machine's name and memory: its training time, and the link that it needs."""
     if needs.device_memory > machine.memory:
         return ": it is too small"
     if (days := needs.days(machine)) is None:
@@ -204,7 +204,7 @@ def worker_memory(
     options: WorkerOptions | None = None,
     is_shared: bool | None = None,
 ) -> WorkerMemory:
-    """Return the memory that a model needs on all workers together. `device` is the kind of their devices: "cuda" or
+    """Return the memory that a model needs in all workers together. `device` is the type of their devices: "cuda" or
     "cpu".
 
     Each worker of a shared model gathers two blocks, one in use and one ahead, and all values outside of blocks. With

@@ -1,4 +1,4 @@
-"""The owner's choices for training on this machine. No other peer needs to know them."""
+"""The owner's choices for training on this machine, which no other peer needs to know."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ AUTO = "auto"
 
 
 def parse_overlap(text: str) -> int | None:
-    """Return the owner's overlap, parsed: a number of inner steps, or None for "auto". Raises: ValueError."""
+    """Return the owner's overlap as a number of inner steps, or None for "auto". Raises: ValueError for other texts."""
     if text == AUTO:
         return None
     if not text.isascii() or not text.isdecimal() or int(text) < 1:
@@ -85,7 +85,7 @@ def needs_gpu_count(options: WorkerOptions) -> bool:
 
 
 def choose_threads(options: WorkerOptions, devices: Sequence[str], cores: int) -> int:
-    """Return the number of CPU threads of each worker, on a machine with this many usable cores.
+    """Return the number of CPU threads of each worker, on a machine with `cores` usable cores.
 
     A worker beside a GPU has one. Workers on the CPU share all cores but one, which the peer process needs to receive
     messages while they train.
@@ -97,8 +97,8 @@ def choose_threads(options: WorkerOptions, devices: Sequence[str], cores: int) -
 
 
 def choose_devices(options: WorkerOptions, gpus: int) -> list[str]:
-    """Return the device of each worker, such as "cuda:0". Raises: MachineError if the machine has fewer `gpus` than
-    wanted, or the options contradict each other."""
+    """Return the device of each worker, such as "cuda:0", on a machine with `gpus` GPUs. Raises: MachineError if the
+    options ask for more GPUs, or contradict each other."""
     wanted = options.gpus or (gpus if needs_gpu_count(options) else 0)
     if options.gpus and not needs_gpu_count(options):
         raise MachineError(

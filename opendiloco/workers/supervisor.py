@@ -1,4 +1,4 @@
-"""The supervisor of a volunteer's workers: it starts them, gives them commands, and replaces lost ones.
+"""The supervisor of a volunteer's workers: it starts workers, sends them commands, and replaces lost ones.
 
 All workers do the same at the same time, and end together. Workers that share a model wait for each other in every
 collective, so the others would wait forever for a dead or failed worker.
@@ -71,8 +71,8 @@ class WorkersRestartedError(Exception):
 
 
 class Supervisor:
-    """The running workers of a volunteer. `start` starts the workers, `close` ends them. Requests run one after the
-    other."""
+    """The supervisor of a volunteer's workers. `start` starts the workers, `ask` sends them a command, `close` ends
+    them. Work in the queue `requests` runs one after the other."""
 
     def __init__(self, config: RunConfig, options: WorkerOptions) -> None:
         self.memory_descriptor = create_memory_file()
@@ -88,7 +88,7 @@ class Supervisor:
         self.uncompiled = ""
         """The reason why the present workers train uncompiled blocks although compiled ones would be faster; else
         empty."""
-        self._lost: DilocoPeerError | None = None  # the error that lost the workers, until their replacement
+        self._lost: DilocoPeerError | None = None  # the error that made the supervisor kill the workers
         self._restarts = _Restarts(options.restarts)
         self._moving = asyncio.Lock()  # lock that a task holds while workers write or load moments
         self._watchdog = _Watchdog(self._hung, lambda: self._is_held or self._moving.locked())
@@ -100,12 +100,13 @@ class Supervisor:
         return self.pool.workers
 
     def tell(self, command: ControlMessage) -> None:
-        """Send a command that has no reply to all workers."""
+        """Send all workers a command to which they do not reply."""
         for worker in self.workers:
             worker.write(command)
 
     def hold(self, held: bool) -> None:
-        """Pause the workers (if `held`) or let them resume training. Replacement workers start paused, too."""
+        """Pause training in all workers if `held`, or else resume it. Workers started during a pause are paused,
+        too."""
         self._is_held = held
         self._watchdog.heard()
         self.tell(Hold(held=held))
@@ -122,7 +123,7 @@ class Supervisor:
 
     # Starting and ending ---------------------------------------------------------------------------------------------
     async def start(self, fresh: bool = True) -> Configured:
-        """Start the workers, wait until all have built their models and data, and return the first one's reply. If
+        """Start the workers, wait until all have built their models and data, and return the first worker's reply. If
         `fresh`, the first worker writes the initial theta into the shared memory.
 
         Raises: MachineError, DataError or ManifestError; WorkerError when a worker dies meanwhile.
@@ -138,13 +139,13 @@ class Supervisor:
 
         def heard_of_other(stage: str, share: float | None) -> None:
             if stage in WITH_A_COMPILER:  # each stage that compiles has its own time limit
-                with suppress(RuntimeError):  # raised if the start is over, and with it the time limit
+                with suppress(RuntimeError):  # raised if the start, and with it the time limit, is over
                     compiling.reschedule(asyncio.get_running_loop().time() + COMPILING_SECONDS)
 
         def heard_of_first(stage: str, share: float | None) -> None:
             log(stage, share)
             self._watchdog.heard()
-            at_stage(stage, share)  # displays the first worker's stage, because all reach it together
+            at_stage(stage, share)  # displays only the first worker's stage, because all workers reach it together
             heard_of_other(stage, share)
 
         log = StageLog()
@@ -173,15 +174,15 @@ class Supervisor:
         return answers[0]
 
     def _report_compiling(self, answers: Sequence[Configured]) -> None:
-        """Record in a metric whether workers train compiled blocks. Log the reason if they should but do not."""
+        """Record in a metric whether all workers train compiled blocks. If they should but do not, log the reason."""
         COMPILED.set(min(answer.is_compiled for answer in answers))
-        if self._options.compile is not False:  # False: the owner or a slow compiler ended compiling
+        if self._options.compile is not False:  # False: the owner turned it off, or the compiler was too slow
             self.uncompiled = next((answer.uncompiled for answer in answers if answer.uncompiled), "")
         if self.uncompiled:
             logger.warning("this machine trains uncompiled, which takes longer: %s", self.uncompiled)
 
     async def _start_again(self) -> Configured:
-        """Start replacement workers, which read theta from shared memory, and return the first one's reply."""
+        """Start new workers, which read theta from shared memory, and return the first worker's reply."""
         await self.pool.close()
         if stuck := [worker.name for worker in self.workers if worker.is_running]:
             raise MachineError(f"a GPU's driver keeps killed workers running: {', '.join(stuck)}.", LOOK_AT_DEVICE)
@@ -199,7 +200,6 @@ class Supervisor:
             self._die(error)
 
     def _hung(self, seconds: float) -> None:
-        """Kill the workers, because they have finished no inner step for this many seconds."""
         minutes = f"{seconds / 60:.0f} minutes"
         self._lose(WorkerDeathError(f"the workers have finished no inner step in {minutes}.", LOOK_AT_DEVICE))
 
@@ -229,7 +229,7 @@ class Supervisor:
             await self._replace_after(self._lost)
         try:
             if isinstance(command, RunInnerLoop) and command.goes_on and not self.pool.has_trained:
-                raise WorkersRestartedError  # the workers whose training was to continue are lost
+                raise WorkersRestartedError  # the workers that could continue their training are lost
             is_training = isinstance(command, RunInnerLoop)
             with self._watchdog.watching(on_report) if is_training else nullcontext(on_report) as hear:
                 [answered, *_] = await self._exchange([command] * (workers or len(self.workers)), answer, hear)
@@ -246,8 +246,8 @@ class Supervisor:
         return answered
 
     async def _replace_after(self, error: DilocoPeerError) -> None:
-        """Start replacement workers after an error, and others if those fail while they start. Load the kept moments
-        into them.
+        """Start replacement workers, and others as long as they fail during the start. Load the kept moments into the
+        new workers.
 
         Raises: the error that makes a replacement impossible; the workers are dead then.
         """
@@ -286,21 +286,23 @@ class Supervisor:
             await asyncio.wait(unfinished, timeout=EXPLANATION_SECONDS)
         errors = [error for task in tasks if task.done() and (error := task.exception())]
         if errors:
-            # Prefer an expected error: a collective operation raises an unexpected one when another worker is gone.
+            # Prefer an expected error, because a collective operation fails with an unexpected one when another worker
+            # is gone.
             raise self._lost or min(errors, key=lambda error: isinstance(error, UnexpectedWorkerError)) from None
         return [task.result() for task in tasks]
 
     # The inner optimizer's state -------------------------------------------------------------------------------------
     async def keep_moments(self, path: Path, run: str, index: int) -> None:
-        """Write the inner optimizer's moments after `index` outer steps of a run to a file.
+        """Make the workers write the inner optimizer's moments to the file `path`. `index` is the number of outer steps
+        that the run `run` has taken.
 
         Raises: SnapshotError when there are no moments, or the file cannot be written; WorkerError when a worker dies.
         """
         await self._move(KeepMoments(path=str(path.absolute()), run=run, index=index))
 
     async def recall_moments(self, path: Path, run: str) -> None:
-        """Load the inner optimizer's moments from a file into the workers, and into later replacement workers. Raises:
-        as `keep_moments`."""
+        """Load the inner optimizer's moments from a file into the workers, and into replacement workers that start
+        later. Raises: the errors of `keep_moments`."""
         await self._move(RecallMoments(path=str(path.absolute()), run=run))
         self.kept_moments = path, run
 
@@ -317,8 +319,8 @@ class Supervisor:
             logger.info("the inner optimizer continues with the moments in %s", path)
 
     async def _move(self, command: MoveMoments) -> None:
-        """Send the workers a command to write or load moments, once earlier ones are done, and wait until it is carried
-        out.
+        """Send the workers a command to write or load moments once earlier such commands are done, and wait for the
+        replies.
 
         A single worker moves moments during training. Several workers do so only between trainings, because they are
         not at the same step at the same time. Once all of them have the command, the next request may follow.
@@ -330,7 +332,6 @@ class Supervisor:
         await asyncio.shield(move)
 
     async def _begin_move(self, command: MoveMoments) -> asyncio.Task[None]:
-        """Send all workers a command about moments, and return the running task that waits for their replies."""
         are_given = asyncio.Event()
         move = self.requests.keep(self._move_now(command, are_given))
         await are_given.wait()
@@ -353,7 +354,7 @@ class Supervisor:
 
 
 class _WorkerPool:
-    """The workers that a volunteer runs at one time, ordered by rank. The pool is empty until `start`."""
+    """Workers that are started and ended together, ordered by rank. A new pool is empty until `start`."""
 
     def __init__(self, memory_descriptor: int) -> None:
         self.workers: list[WorkerProcess] = []
@@ -367,14 +368,14 @@ class _WorkerPool:
     async def start(
         self, config: RunConfig, options: WorkerOptions, fresh: bool, of_first: Watch, of_other: Watch
     ) -> list[Configure]:
-        """Start a worker for each device, and return the commands to configure them. The first worker counts the GPUs.
+        """Start one worker per device, and return each worker's `Configure` command. The first worker counts the GPUs.
 
         Raises: MachineError when the machine has too few GPUs, or torch cannot use them; WorkerError when a worker
         dies, or the pool is closed meanwhile.
         """
         with socket.create_server((LOOPBACK, 0)) as listener:
             descriptor, port = listener.fileno(), listener.getsockname()[1]  # the workers connect to this port
-            # The first worker starts before the devices are known: it gets the threads of a worker on the CPU.
+            # The first worker starts before the devices are known, so it gets as many threads as a worker on the CPU.
             threads = choose_threads(options, ["cpu"] * options.cpu_workers, usable_cores())
             first = await WorkerProcess.start((self._memory, descriptor), threads, of_first)
         self.workers.append(first)
@@ -383,7 +384,7 @@ class _WorkerPool:
         gpus = 0
         if needs_gpu_count(options):
             counted = await first.exchange(CountDevices(), DevicesCounted, lambda progress: None)
-            if counted.hidden and options.trains:  # training on the CPU instead would take a hundred times as long
+            if counted.hidden and options.trains:  # training on the CPU would take a hundred times as long
                 raise MachineError(f"{counted.hidden}.", counted.remedy)
             gpus = counted.gpus
         self._devices = choose_devices(options, gpus)
@@ -418,18 +419,16 @@ class _WorkerPool:
         return f"{len(self._devices)} x {first.partition(':')[0]}" if others else first
 
     def kill(self) -> None:
-        """Kill the workers without waiting for their end."""
         for worker in self.workers:
             worker.kill()
 
     async def close(self) -> None:
-        """End the workers, and wait until their processes have ended."""
         self.is_over = True
         await asyncio.gather(*(worker.close() for worker in self.workers))
 
 
 def _log_micro_batch(training: TrainingSection, workers: int, micro_batch: int) -> None:
-    """Log the number of windows that a worker computes at once, if its part of a batch has more."""
+    """Log the number of windows that each worker computes at once, unless this is its whole part of a batch."""
     piece = -(-training.batch_size // workers)
     if micro_batch < piece:
         reason = "as the run recommends" if micro_batch == training.micro_batch else "because memory is short"
@@ -440,7 +439,7 @@ def _log_micro_batch(training: TrainingSection, workers: int, micro_batch: int) 
 
 
 class _Watchdog:
-    """A watchdog for workers that hang in training: they report nothing for longer than `patience` allows.
+    """A detector of workers that hang in training, because they send no report for longer than `patience` allows.
 
     It counts checks in a row without a report. Time in which this process was stopped or the machine asleep therefore
     does not count. `on_hang` gets the seconds of silence. Silence while `is_excused()` does not count.
@@ -454,12 +453,11 @@ class _Watchdog:
         self._look: asyncio.TimerHandle | None = None
 
     def begin_anew(self) -> None:
-        """Reset the watchdog for new workers, which have finished no inner step yet."""
         self._slowest = None
 
     @contextmanager
     def watching(self, on_report: Callable[[Report], None]) -> Iterator[Callable[[Report], None]]:
-        """Watch for hung workers during a training. Yield a function that takes reports and passes them to
+        """Watch for hung workers in a `with` block. Yield a function that must get each report; it calls
         `on_report`."""
 
         def hear(report: Report) -> None:
@@ -478,11 +476,9 @@ class _Watchdog:
                 self._look.cancel()
 
     def heard(self) -> None:
-        """Reset the watchdog's count of checks without a report."""
         self._silent = 0
 
     def _wait(self) -> None:
-        """Schedule the watchdog's next check, in place of one that is already scheduled."""
         if self._look is not None:
             self._look.cancel()
         self._look = asyncio.get_running_loop().call_later(patience(self._slowest) / LOOKS, self._looked)
@@ -496,7 +492,7 @@ class _Watchdog:
 
 
 class _Restarts:
-    """The decision whether lost workers are restarted: up to `allowed` times in a row.
+    """A counter of restarts, which decides whether lost workers are restarted: up to `allowed` times in a row.
 
     After a device ran out of memory there are two extra restarts: one with as many windows at once as fit uncompiled,
     if these are fewer, and one with half as many.
@@ -508,7 +504,6 @@ class _Restarts:
         self._has_halved = False
 
     def begin_anew(self) -> None:
-        """Allow the full number of restarts again, after the workers have succeeded."""
         self.left = self._allowed
 
     def started(self, micro_batch: int, uncompiled: int) -> None:
@@ -540,14 +535,14 @@ class _Restarts:
 
 
 class _RequestQueue:
-    """A queue of requests that run one after the other. Each runs to its end even if its caller is cancelled."""
+    """A queue of requests that run one after the other. A request runs to its end even if its caller is cancelled."""
 
     def __init__(self) -> None:
         self._turn = asyncio.Lock()
         self._tasks: set[asyncio.Task[Any]] = set()  # keeps tasks alive: the event loop has only weak references
 
     def add(self, work: Callable[[], Coroutine[Any, Any, Result]]) -> asyncio.Task[Result]:
-        """Run `work` after all requests added before, and return its task. Await the task with `asyncio.shield`."""
+        """Run `work` after all requests added earlier, and return its task. Await the task with `asyncio.shield`."""
 
         async def in_turn() -> Result:
             async with self._turn:
@@ -556,14 +551,13 @@ class _RequestQueue:
         return self.keep(in_turn())
 
     def keep(self, work: Coroutine[Any, Any, Result]) -> asyncio.Task[Result]:
-        """Run `work` at once, and return its task. If it fails and no caller awaits it, asyncio logs no warning."""
+        """Run `work` at once, and return its task. If the task fails and is not awaited, asyncio logs no warning."""
         task = start_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._forget)
         return task
 
     async def idle(self) -> None:
-        """Wait until all requests have ended."""
         while self._tasks:
             await asyncio.wait(self._tasks)
 

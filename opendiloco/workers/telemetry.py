@@ -1,4 +1,4 @@
-"""Results of a machine's training: one log line for each outer step, gauges for Prometheus, and values for trackers.
+"""The reports on a machine's training: one log line for each outer step, gauges for Prometheus, values for trackers.
 
 `peers.metrics` has the counters of every peer; this module has those that only a training peer knows.
 """
@@ -69,7 +69,7 @@ for _gauge in (*GAUGES.values(), *OUTER_GAUGES.values(), BITS_PER_BYTE):
 
 
 def _values_of(done: InnerLoopDone, peak_tokens_per_second: float | None) -> dict[str, float]:
-    """Return the `VALUES` of one finished training by name; NaN for those that are unknown."""
+    """Return the `VALUES` of one finished training by name. Unknown values are NaN."""
     seconds = max(done.seconds, 1e-9)
     speed = done.tokens / seconds
     computed = max(seconds - done.average_wait_seconds, 0.0)
@@ -92,7 +92,7 @@ def _values_of(done: InnerLoopDone, peak_tokens_per_second: float | None) -> dic
 
 class Telemetry:
     """The recorder of a machine's training in the log, gauges and trackers. On the x-axis of trackers an outer step
-    counts `inner_steps`.
+    counts as `inner_steps` inner steps.
 
     `bytes_per_token` is that of the held-out text, or None if unknown. If known, losses are also reported in bits per
     byte.
@@ -159,8 +159,8 @@ class Telemetry:
         self._track((index + 1) * self._inner_steps, {f"outer_step/{name}": value for name, value in values.items()})
 
     def evaluated(self, held_out: HeldOutLoss, is_runs_text: bool = True) -> None:
-        """Record theta's held-out loss, as computed by this machine, in the log, the trackers and, in bits per byte, a
-        gauge. `is_runs_text` is false if the text is not the run's."""
+        """Record a held-out loss of theta that this machine has computed: in the log, in the trackers and, as bits per
+        byte, in a gauge. `is_runs_text` is false if the text is not the run's."""
         bits = self.heard(held_out, "held_out" if is_runs_text else "own_held_out")
         in_bits = "" if bits is None else f" ({bits:.4f} bits per byte)"
         BITS_PER_BYTE.set(math.nan if bits is None else bits)
@@ -168,8 +168,8 @@ class Telemetry:
         logger.info("held-out loss %.4f%s after outer step %d%s", held_out.loss, in_bits, held_out.index, other)
 
     def heard(self, held_out: HeldOutLoss, kind: str = "held_out") -> float | None:
-        """Record a held-out loss in the trackers, by default another peer's. Return it in bits per byte, or None if
-        unknown."""
+        """Record a held-out loss, by default one that another peer has computed, in the trackers. Return the loss in
+        bits per byte, or None if the text's bytes per token are unknown."""
         values, bits = {f"{kind}/loss": held_out.loss}, None
         if self.bytes_per_token is not None:
             values[f"{kind}/bits_per_byte"] = bits = bits_per_byte(held_out.loss, self.bytes_per_token)
@@ -182,7 +182,7 @@ class Telemetry:
             self._tell(tracker, lambda tracker: tracker.record(inner_step, known))
 
     def _tell(self, tracker: Tracker, say: Callable[[Tracker], None]) -> None:
-        """Call the function `say` with a tracker. If the call fails, remove the tracker, so that training continues."""
+        """Call `say(tracker)`. If the call fails, remove the tracker, so that training continues."""
         try:
             say(tracker)
         except Exception as error:  # each tracker's library raises its own errors
@@ -191,8 +191,8 @@ class Telemetry:
 
 
 def _labels(value: Any, path: str = "") -> Iterator[tuple[str, str]]:
-    """Yield a label's name and text for each value of a configuration. The name joins the keys that lead to the
-    value."""
+    """Yield a label's name and text for each value of a nested configuration. The name joins the keys that lead to the
+    value, by "_"."""
     if isinstance(value, Mapping):
         for key, inner in value.items():
             yield from _labels(inner, f"{path}_{key}" if path else key)
@@ -202,7 +202,6 @@ def _labels(value: Any, path: str = "") -> Iterator[tuple[str, str]]:
 
 
 def _line_of(values: Mapping[str, float]) -> str:
-    """Return one training's `VALUES` as a line of text for the log."""
     known = {name: value for name, value in values.items() if not math.isnan(value)}
     norm = f"gradient norm {known['gradient_norm']:.3g}, " if "gradient_norm" in known else ""
     waiting = f"{known['data_wait_share']:.1%} waiting for data, " if "data_wait_share" in known else ""
@@ -219,7 +218,6 @@ def _line_of(values: Mapping[str, float]) -> str:
 
 
 def _outer_line_of(values: Mapping[str, float]) -> str:
-    """Return the known `OUTER_VALUES` of one outer step as a line of text for the log."""
     known = {name: value for name, value in values.items() if not math.isnan(value)}
     parts = [f"learning rate {values['learning_rate']:.3g}, momentum {values['momentum']:.3g}"]
     if "pseudo_gradient_norm" in known:

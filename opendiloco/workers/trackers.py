@@ -19,13 +19,13 @@ logger = logging.getLogger(__name__)
 
 
 class Tracker(Protocol):
-    """A receiver of training values, such as TensorBoard. Recording does not wait for a disk or a network."""
+    """A receiver of training values, such as TensorBoard. `record` does not wait for a disk or a network."""
 
     def configure(self, configuration: Mapping[str, Any]) -> None:
         """Record the configuration, as JSON values: the run's manifest and this machine's options."""
 
     def record(self, inner_step: int, values: Mapping[str, float]) -> None:
-        """Record finite values by name at an inner step. A step may be recorded twice, because lost work is done
+        """Record finite values, by name, for an inner step. A step may be recorded twice, because lost work is done
         again."""
 
     def close(self) -> None:
@@ -33,7 +33,7 @@ class Tracker(Protocol):
 
 
 class TrackerSpec(NamedTuple):
-    """A value of the option `--track`: the kind of tracker, and its folder or project."""
+    """A value of the option `--track`: the kind of tracker, and the folder or project to which it writes."""
 
     kind: str
     target: str
@@ -93,7 +93,7 @@ class WeightsAndBiases:
     remedy = "Run `wandb login` first, or set WANDB_MODE=offline and upload later with `wandb sync`."
 
     def __init__(self, project: str, run_id: str, peer_id: str) -> None:
-        """Create the tracker, logged in to wandb. Raises: ImportError; wandb's errors without a login or network."""
+        """Start a wandb run. Raises: ImportError without wandb; wandb's errors without a login or network."""
         import wandb
 
         quiet = {"console": "off"}  # do not upload this process's printed output

@@ -1,4 +1,4 @@
-"""A worker process: trains, evaluates and exports on command. It is started as `python -m opendiloco.workers.worker`.
+"""A worker process, which trains, evaluates and exports on command. `python -m opendiloco.workers.worker` starts it.
 
 It lives as long as the control channel: when the peer process ends in any way, the channel closes and the worker exits
 at once. Only the peer process reacts to Ctrl-C and other requests to end; the worker has these signals blocked.
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from opendiloco.training.inner import InnerStep, InnerSteps, ModelReplica
     from opendiloco.training.team import Team
 
-CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"  # names the folder in which PyTorch's compiler keeps compiled code
+CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"  # environment variable that names PyTorch's folder for compiled code
 COLLECTED_EVERY = 50
 """Number of inner steps between two collections of Python's garbage. All workers collect after the same step. A step
 leaves little garbage, and a collection takes milliseconds."""
@@ -69,7 +69,7 @@ def _serve(channel: ControlChannel) -> None:
 
 
 def _count_devices() -> control.DevicesCounted:
-    """Return the number of GPUs that torch can use. If torch can use none although the machine has a GPU driver, also
+    """Return the number of GPUs that torch can use. If there are none although the machine has a GPU driver, also
     return the reason."""
     import torch
 
@@ -94,7 +94,7 @@ def _is_out_of_memory(error: Exception) -> bool:
 
 
 def _describe_failure(error: Exception, device: str = "the device") -> control.Failed:
-    """Return the `Failed` message from which the peer process rebuilds an error of a worker on `device`."""
+    """Return the `Failed` message that describes an error of a worker on `device` to the peer process."""
     trace = "".join(traceback.format_exception(error))
     if isinstance(error, ImportError):
         error = MachineError(f"a library of the training stack cannot be imported: {error}.", "Install it with pip.")
@@ -117,8 +117,8 @@ def _describe_failure(error: Exception, device: str = "the device") -> control.F
 
 # The control channel -------------------------------------------------------------------------------------------------
 class _Average(NamedTuple):
-    """The newest `TakeAverage` for a fragment: the training's number, whether there are new values, and the command's
-    arrival in monotonic seconds."""
+    """The newest `TakeAverage` command for a fragment. `heard_at` is the time at which it arrived, in monotonic
+    seconds."""
 
     number: int
     is_changed: bool
@@ -147,17 +147,18 @@ class ControlChannel:
         return number > self.stopped_number and not self._may_step.wait(LOOK_SECONDS)
 
     def send(self, message: control.ControlMessage) -> None:
-        with self._sending:  # the thread that reads batches sends messages, too: its progress in tokenizing
+        with self._sending:  # the thread that reads batches sends messages, too, about its progress in tokenizing
             self._connection.sendall(message.line())
 
     def average_of(self, fragment: int, number: int) -> _Average | None:
-        """Return the `TakeAverage` for a fragment that training `number` has stored, or None before its arrival."""
+        """Return the `TakeAverage` command for a fragment that training `number` has stored, or None if there is none
+        yet."""
         average = self._averages.get(fragment)
         return average if average is not None and average.number == number else None
 
     def wait_until(self, is_so: Callable[[], bool]) -> None:
-        """Wait until `is_so()` is true, and check after each command that arrives. After `ALIVE_SECONDS` without a
-        command, send `Alive`."""
+        """Wait until `is_so()` is true. Check it at once, and after each command that arrives. After each
+        `ALIVE_SECONDS` without a command, send `Alive`."""
         while True:
             self._news.clear()
             if is_so():
@@ -285,7 +286,7 @@ class Worker:
         _freeze()
 
     def _try_what_is_compiled(self) -> str:
-        """Choose how attention is computed and whether blocks are compiled, by trying which ways work on this machine.
+        """Choose how attention is computed and whether blocks are compiled, by trials on this machine.
 
         Return the reason if blocks should be compiled but are not; otherwise an empty string.
         """
@@ -305,8 +306,8 @@ class Worker:
         return keep_compiled_if_it_works(self._replica, self._team, self._cache)
 
     def _choose_micro_batch(self) -> int:
-        """Return the micro-batch, in windows: the owner's choice, or as many as fit, up to the run's recommendation. A
-        GPU's micro-batch may grow later, when its memory use in training is known."""
+        """Return the number of windows to compute at once: the owner's choice, or as many as fit in memory, up to the
+        number that the run recommends. On a GPU it may grow later, when training's memory use is known."""
         from opendiloco.training.trials import fitting_micro_batch
 
         piece = self._team.largest_piece(self._config.training.batch_size)
@@ -333,8 +334,8 @@ class Worker:
                 raise WorkerError(f"{type(command).__name__} is out of place here.", "This is a bug; report it.")
 
     def _carry_out_asides(self) -> None:
-        """Carry out queued commands during training. The peer process then queues only commands about moments, and only
-        for a single worker."""
+        """If this is the only worker, carry out the commands that are queued during training. They are all about
+        moments."""
         if self._team.size > 1:
             return
         with suppress(queue.Empty):
@@ -343,8 +344,8 @@ class Worker:
                     self._channel.send(reply)
 
     def _move_moments(self, command: control.MoveMoments) -> control.MomentsMoved | None:
-        """Write or load moments and return the reply, or return None if a thread writes them and then sends the
-        reply."""
+        """Write or load moments and return the reply. If a thread writes them, return None, because the thread sends
+        the reply later."""
         write = None
         try:
             match command:
@@ -410,7 +411,7 @@ class Worker:
 
 
 def _own_cache(folder: str | None) -> Path | None:
-    """Make PyTorch's compiler and Triton keep compiled code in this folder. Return the folder, or None if it is unused.
+    """Make PyTorch's compiler and Triton keep compiled code in `folder`. Return the folder, or None if it is not used.
 
     The folder is not used if the machine's owner has named another one or if it cannot be made private.
     """
@@ -426,7 +427,7 @@ def _own_cache(folder: str | None) -> Path | None:
 
 @contextmanager
 def _collected_by_hand() -> Iterator[None]:
-    """Turn off Python's automatic garbage collection within a `with` block: all workers wait for one that collects."""
+    """Turn off Python's automatic garbage collection in a `with` block: one collecting worker makes all others wait."""
     gc.disable()
     try:
         yield
@@ -436,7 +437,7 @@ def _collected_by_hand() -> Iterator[None]:
 
 @contextmanager
 def _nothing_collected() -> Iterator[None]:
-    """Turn off Python's garbage collection during imports, and collect once at the end.
+    """Turn off Python's garbage collection in a `with` block that imports, and collect once at its end.
 
     Otherwise Python would search half a million objects for garbage again and again, which takes a tenth of the time.
     Objects that are in use at the end are never searched again.
@@ -456,8 +457,8 @@ def _freeze() -> None:
 
 # Training ------------------------------------------------------------------------------------------------------------
 class InnerLoops:
-    """The trainings of a worker. Between inner steps and in waits, `carry_out_asides` carries out commands about
-    moments."""
+    """The runner of a worker's trainings. Between inner steps and while it waits, it calls `carry_out_asides`, which
+    carries out commands about moments."""
 
     def __init__(
         self,
@@ -480,7 +481,7 @@ class InnerLoops:
 
     def run(self, command: control.RunInnerLoop) -> control.InnerLoopDone:
         """Carry out a training and return its results. If the training continues the previous one, the worker's idle
-        time before it counts as waiting for an average."""
+        time between the two counts as waiting for an average."""
         from opendiloco.training.team import forget_peak_memory, peak_memory
 
         self._waited = self.idled if command.goes_on else 0.0  # seconds of waiting for averages
@@ -517,7 +518,8 @@ class InnerLoops:
         )
 
     def _pass_through(self, inner_steps: InnerSteps) -> None:
-        """Take the inner steps, and store each fragment on time, the last one even if the training is stopped early."""
+        """Take the inner steps, and store each fragment when it is due. If training stops early, store the last
+        fragment at once."""
         last = len(self._replica.layout.fragments) - 1
         local = self._vectors.local
         is_whole = True
@@ -560,14 +562,14 @@ class InnerLoops:
         return self._number <= self._channel.stopped_number
 
     def _wait_while_held(self) -> None:
-        """Wait while the machine's owner pauses training, unless this training is to end."""
+        """Wait until the machine's owner resumes training, or this training is to end."""
         began = time.monotonic()
         while self._channel.is_held(self._number):
             self._carry_out_asides()
         self._held += time.monotonic() - began
 
     def _reported(self, inner_steps: InnerSteps) -> Iterator[InnerStep]:
-        """Take and yield the inner steps, and report each to the peer process. Between two steps, carry out commands
+        """Take the inner steps, report each to the peer process, and yield it. Between two steps, carry out commands
         about moments, collect garbage, and wait while training is paused."""
         began, slowest = time.monotonic(), 0.0
         for step in inner_steps.every():
@@ -598,7 +600,7 @@ class InnerLoops:
 
 
 def main() -> None:
-    """Carry out commands from the control channel until the process ends. The only argument is its file descriptor."""
+    """Carry out commands from the control channel, whose descriptor is the only argument, until the process ends."""
     faulthandler.enable()  # prints Python's traceback when a C library crashes
     channel = ControlChannel(socket.socket(fileno=int(sys.argv[1])))
     channel.start()
