@@ -17,7 +17,7 @@ from peers.errors import LocalProtocolError
 
 @dataclass(frozen=True)
 class Row:
-    """The method that handles an event, and the states that the machine may enter in that method, each with the
+    """The method that handles an event in one state, and the states that the machine may enter meanwhile, each with the
     reason."""
 
     method: str
@@ -39,7 +39,7 @@ class StateMachine:
         self._leads_to: Mapping[StrEnum, str] = {}
 
     def take(self, event: object, *context: Any) -> None:
-        """Handle the event with the method that the table names for the present state. Drop the event if there is none.
+        """Handle the event with the method that the table names for the present state, or drop it if there is none.
 
         Raises:
             LocalProtocolError: an event of EXACT is not in the table of the present state, or the method enters a state
