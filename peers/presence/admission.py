@@ -57,7 +57,7 @@ class RunAdmission:
         return reason
 
     def check(self, peer: str, wall: float) -> None:
-        """Raise AdmissionError unless a peer has shown a ticket in the last PRESENT seconds that is still valid."""
+        """Raise AdmissionError unless a peer's ticket was shown in the last PRESENT seconds and is still valid."""
         if peer == self.organiser:
             return
         seen = self._seen.get(peer)

@@ -20,7 +20,7 @@ class Allowance:
         self._at = 0.0
 
     def has_some(self, now: float) -> bool:
-        """Return True if some of the allowance is left at the time `now`. The next amount spent may be larger."""
+        """Return True if some of the allowance is left at the time `now`, even if the next amount spent is larger."""
         self._left = min(self._burst, self._left + max(0.0, now - self._at) * self._rate)
         self._at = now
         return self._left > 0.0
@@ -30,8 +30,8 @@ class Allowance:
 
 
 class Allowances:
-    """An allowance for each sender, and one for all senders together, which is `together` times as large. The latter
-    limits a peer that invents senders."""
+    """An allowance for each sender, and one for all senders together, which is `together` times as large. The common
+    allowance limits a peer that invents senders."""
 
     def __init__(self, burst: float, rate: float, together: int) -> None:
         self._burst = burst

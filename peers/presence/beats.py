@@ -42,7 +42,7 @@ REFRESH_SHARE = 0.4
 STALE_SHARE = 0.8  # fraction of a signed heartbeat's lifetime after which its peer is asked for a new one
 AUDIENCE_LIMIT = 128  # maximum number of peers to which this peer sends beats
 NEW_AT_ONCE = 64  # calls at one time, at most, to peers that have confirmed no heartbeat of ours: they may be made up
-PAUSE_FIRST, PAUSE_LAST = 1.0, 30.0  # seconds without calls to a silent peer: after its first failure, and at most
+PAUSE_FIRST, PAUSE_LAST = 1.0, 30.0  # seconds without calls to a silent peer: after its first failure, and the maximum
 # Limits on pages of heartbeats for one peer: bytes at once, bytes a second; and their multiple for all peers together.
 WHO_BURST, WHO_RATE, TOGETHER = 1 << 19, 1 << 16, 4
 # Limits on heartbeats from unknown peers, which must be verified: bytes at once, bytes a second.
@@ -87,7 +87,7 @@ class Audience:
         self._under_way.add(peer)
 
     def answered(self, peer: str, sequence: int | None, wants: bool) -> None:
-        """Record that a peer has answered our signed heartbeat with this `sequence`; a beat if `sequence` is None.
+        """Record that a peer has answered a call: the heartbeat with this `sequence`, or a beat if that is None.
 
         With `wants`, the peer asks for our signed heartbeat.
         """
@@ -257,7 +257,7 @@ class Beats:
         return is_new
 
     def _take_answered(self, peer: str, signed: bytes, now: float, wall: float) -> None:
-        """Store a heartbeat from a peer's answer: of the peer, or with our own key. Raises: RemoteProtocolError."""
+        """Store a heartbeat from a peer's answer: its own, or another with our key. Raises: RemoteProtocolError."""
         heartbeat = Heartbeat.verify(signed, self.run)
         if heartbeat.peer not in (peer, self.me):
             raise RemoteProtocolError(peer, f"it sent the heartbeat of {heartbeat.peer}")
@@ -342,7 +342,7 @@ class Beats:
         return Request(run=self.run, known=b"".join(tags[:KNOWN_LIMIT]))
 
     def take_page(self, sender: str, packed: bytes, now: float, wall: float) -> set[str]:
-        """Store the heartbeats on a packed page. Return the ids of their peers, which do not count as heard by that.
+        """Store the heartbeats on a packed page, and return the ids of their peers. A page is no sign of life of them.
 
         Raises: RemoteProtocolError.
         """

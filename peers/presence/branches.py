@@ -22,8 +22,7 @@ FORGOTTEN = 3600.0
 
 
 class Branches:
-    """Other peers' claims about their places in the log, and the peers that gave no useful answers. Kept for all
-    entries."""
+    """Other peers' claims about their places in the log, and pauses for peers whose answers were of no use."""
 
     def __init__(self, presence: Presence, me: str, expiry: float, pause: float) -> None:
         """Create an object without claims. `expiry` and `pause` are in seconds; see Presence."""
@@ -55,8 +54,7 @@ class Branches:
         self._gave_nothing_until.pop(peer, None)
 
     def pass_over(self, peer: str) -> None:
-        """Prefer other peers' logs for a while, longer each time, because `peer` does not have the place that it
-        claims."""
+        """Prefer other peers' logs for a while, longer each time, since `peer` lacks the place that it claims."""
         now, forgotten = self._presence.now, self._presence.now - FORGOTTEN
         self._passed_over = {one: passed for one, passed in self._passed_over.items() if passed[1] > forgotten}
         times = self._passed_over.get(peer, (0, 0.0))[0] + 1
@@ -78,7 +76,8 @@ class Branches:
         return next(iter(self._find(log, lineage, is_astray)), None)
 
     def furthest(self, log: LogState, lineage: Lineage, is_astray: bool = False) -> str | None:
-        """Return the first such peer at an index that our log still remembers or has not reached; None if none."""
+        """Return the first claimant (see `claimant`) whose index our log still remembers or has not reached; else
+        None."""
         claimants, live = self._find(log, lineage, is_astray), self._live()
         return next((peer for peer in claimants if live[peer].index >= lineage.known_from), None)
 

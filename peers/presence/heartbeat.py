@@ -1,4 +1,4 @@
-"""The signed heartbeat of a peer, with all that the peer reports about itself. Beats (beats.py) follow between two."""
+"""The signed heartbeat of a peer, with all that the peer reports about itself. Beats (beats.py) are sent in between."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ class HeartbeatStore:
         return list(self._kept.values())
 
     def fresh(self, now: float) -> Iterator[Kept]:
-        """Return the records of peers that were heard, or whose heartbeats arrived, within their lifetime."""
+        """Return the records of all fresh peers, as `Kept.is_fresh` defines them."""
         return (kept for kept in self._kept.values() if kept.is_fresh(now))
 
     def take(self, heartbeat: Heartbeat, signed: bytes, now: float, wall: float) -> bool:
@@ -127,7 +127,8 @@ class HeartbeatStore:
         return len(self._kept) < PEERS_LIMIT
 
     def forget(self, wall: float) -> None:
-        """Drop peers whose newest heartbeat is outdated. Not earlier, or a copy of that heartbeat would seem new."""
+        """Drop peers whose newest heartbeat is outdated. If dropped earlier, a copy of that heartbeat would seem
+        new."""
         for kept in self.all():
             if not _is_of_our_time(kept.newest.sequence, kept.heartbeat.lifetime, wall):
                 del self._kept[kept.heartbeat.peer]

@@ -19,7 +19,7 @@ SAMPLE_PERIOD = 60.0  # seconds after which the peers drawn by lot are drawn ane
 ARRIVAL = 60.0  # seconds after a peer's start in which it learns of all older peers
 STORE_SHARE = REFRESH_SHARE  # fraction of a heartbeat's lifetime between two heartbeats in the DHT
 SEARCH_SHARE = 0.25  # least fraction of a heartbeat's lifetime between two searches of the DHT
-SEARCH_CALM, SEARCH_UNEASY = 0.5, 0.05  # seconds between searches for each other peer: with a link, without
+SEARCH_CALM, SEARCH_UNEASY = 0.5, 0.05  # seconds between searches, per known other peer: while linked, and while not
 SEARCH_LAST = 300.0  # maximum number of seconds between two searches of the DHT
 
 

@@ -1,4 +1,4 @@
-"""The other peers of a run. A peer is live while new heartbeats of it arrive, by this machine's clock alone."""
+"""The other peers of a run. A peer is live while new heartbeats of it arrive, timed by this machine's clock alone."""
 
 from __future__ import annotations
 
@@ -148,8 +148,7 @@ class Membership:
         return frozenset(self.farewells(log))
 
     def farewells(self, log: LogState) -> dict[str, tuple[int, bytes]]:
-        """Return the index and signature of each voter's farewell, if it left before the log's next entry, by peer
-        id."""
+        """Return the farewells (index, signature) of voters that left before the log's next entry, by peer id."""
         if not self._departed:
             return {}
         index, gone = log.position.index, dict[str, tuple[int, bytes]]()

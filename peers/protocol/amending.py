@@ -12,8 +12,8 @@ from peers.values.manifest import Amendment, newest
 
 
 class Amending:
-    """The organiser's newest amendment that this version can follow. `refused` is the newest amendment that it cannot
-    follow."""
+    """The organiser's newest amendment that this version of the program can follow. `refused` is the newest amendment
+    that it cannot follow."""
 
     def __init__(self, settings: RunSettings) -> None:
         self.refused: Amendment | None = None

@@ -45,7 +45,8 @@ class Attendance:
         self._most_named_at = -float("inf")
 
     def look(self, ready_since: float | None, is_at_work: bool, is_behind: bool) -> None:
-        """Update `here`, and `is_alone` and `joins_alone`: this peer's part in a minority's ballots at present.
+        """Update `here`. Set `is_alone` and `joins_alone`: true if this peer may begin a minority's ballots, or join
+        them.
 
         Args:
             ready_since: time at which this peer became ready; None if it is not.
@@ -159,7 +160,7 @@ class Attendance:
 
     def moves_on(self, incarnations: Mapping[str, int]) -> bool:
         """Return True if these peers are enough to change the leader. They must be able to make the entry; before the
-        first entry they must be more than half of the possible founders, because any two of those may have no link."""
+        first entry they must be more than half of the possible founders."""
         if self._log.last is None:
             heard = self.founders()
             are_many = len(heard) >= self._context.settings.minimum_peers or bool(self.here)
@@ -167,8 +168,8 @@ class Attendance:
         return self.is_enough(incarnations)
 
     def founders(self) -> list[str]:
-        """Return the sorted ids of the peers that may found the run: this peer, and the trainers without an entry that
-        it hears and reaches."""
+        """Return the sorted ids of the peers that may found the run: this peer, and all peers that it hears and
+        reaches, except archives and peers that have entries."""
         beats: Iterable[Heartbeat] = self._presence.live().trainers
         others = [beat.peer for beat in beats if beat.index == 0 and beat.peer not in self._presence.unreached]
         return sorted([self._context.me, *others])

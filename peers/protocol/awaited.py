@@ -44,8 +44,8 @@ class ReadyTimes:
         return max((self._times[peer] for peer in peers & self._times.keys()), default=-math.inf)
 
     def of_share(self, share: float, able: Set[str], ready: Set[str]) -> float:
-        """Return the time at which enough peers of `ready` had become ready: the `share` (0 to 1) of the number of
-        `able` peers. Return infinity while there are fewer."""
+        """Return the time at which the number of peers in `ready` reached this `share` (0 to 1) of the number of `able`
+        peers; infinity while there are fewer."""
         times = sorted(self._times[peer] for peer in self._times.keys() & ready)
         enough = max(1, math.ceil(share * len(able)))
         return times[enough - 1] if len(times) >= enough else math.inf
@@ -64,8 +64,8 @@ class ReadyTimes:
 
 
 class Awaited:
-    """The peers that a leader waits for before it begins a round. `peers` has all of them since the last call of
-    `look`, including those that are ready already.
+    """The peers that a leader waits for before it begins a round. `look` updates `peers`, which includes those that are
+    ready already.
 
     A synchronous run waits for all of them until the grace is over, an asynchronous run until there are enough
     contributions and its slack is over. Neither waits for a peer whose own beats show that it needs longer.
@@ -101,13 +101,12 @@ class Awaited:
         self._away = {peer: self._seconds_away(given[peer], *report) for peer, report in reports.items()}
 
     def _is_at_work(self, beat: Heartbeat) -> bool:
-        """Return True if the heartbeat shows a peer at work, or the peer is in the last entry and the heartbeat is
-        older."""
+        """Return True if the heartbeat shows a peer at work, or dates from before an entry that has the peer."""
         is_older = beat.index < self._log.position.index
         return beat.state in PARTICIPATING or (is_older and beat.peer in self._log.roster)
 
     def _reported(self, beat: Heartbeat) -> tuple[int, float]:
-        """Return a peer's inner step and tokens per second, by its heartbeat. The speed is 0 if unknown or outdated."""
+        """Return the inner step and the tokens per second that a heartbeat reports; 0 tokens per second if outdated."""
         is_current = beat.state is PeerState.TRAINING and beat.index == self._log.position.index
         return beat.inner_step, (beat.tokens_per_second or beat.speed) if is_current else 0.0
 

@@ -66,8 +66,8 @@ class Belief:
         return Behind(header, certified.certificate if support is not None else None, tuple(ordered))
 
     def _may_follow(self, header: Header, support: Support | None) -> bool:
-        """Return True if this peer may accept a minority's entry (R21). Above all, the live voters outside the minority
-        must be no quorum, and this peer must have the proofs of the faults that the entry names."""
+        """Return True if this peer may accept a minority's entry (R21). Two of the conditions: the live voters outside
+        the minority are no quorum, and this peer has proofs of the faults that the entry names."""
         presence, log = self._presence, self._replica.log
         goes_on_alone = self._context.settings.goes_on_alone
         if not (goes_on_alone or presence.are_all_gone(log) or are_most(log, header.peers)):
@@ -95,8 +95,8 @@ class Belief:
         return not replica.needs_signed_log or bool(replica.signed.vouched(heads))
 
     def may_found(self, founders: int) -> bool:
-        """Return True if this peer accepts a first entry of this number of `founders` (R13): at least the manifest's
-        minimum. Fewer are accepted after this peer has listened for the heartbeat expiry and heard too few peers."""
+        """Return True if this peer accepts a first entry with this number of `founders` (R13). It must be at least the
+        manifest's minimum, unless this peer has listened for the heartbeat expiry and heard too few peers."""
         context, timing = self._context, self._context.settings.timing
         least = context.settings.minimum_peers
         if founders >= least:
@@ -107,7 +107,8 @@ class Belief:
 
     # Another branch -------------------------------------------------------------------------------------------
     def branch(self, theirs: Branch, ours: Branch) -> Branch | None:
-        """Return the part of the branch `theirs` that this peer accepts as the run's log; None if none, or not yet.
+        """Return the part of another peer's branch (`theirs`) that this peer accepts as the run's log. Return None if
+        it accepts no part, or cannot decide yet.
 
         Heads that archives signed decide first, and everything up to them is beyond doubt. Founders can invent their
         tokens, so of two foundings the one with more live peers counts.
@@ -115,7 +116,7 @@ class Belief:
         log, signed, founders = self._replica.log, self._replica.signed, theirs.founders
         vouched = signed.vouched(theirs.heads)
         if self._replica.needs_signed_log and not vouched:
-            return None  # `theirs` may be another founding, since it does not reach the signed head yet
+            return None  # `theirs` may have another first entry, since it does not reach the signed head yet
         if log.last is None and founders is not None and not vouched and not self.may_found(founders):
             return None
         for doubt in theirs.doubts:

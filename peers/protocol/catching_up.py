@@ -107,29 +107,29 @@ class Search:
         return self._far_behind(ahead) if ahead is not None else None
 
     def _far_behind(self, donor: str, common: int = 0) -> FarBehind:
-        """Return the donor with the lowest useful index of a snapshot: later than this peer's place if the donor is
-        ahead, otherwise `common`, the last place of both branches; and so recent that others still have the entries
-        after it."""
+        """Return the donor and the lowest useful index of its snapshot: after this peer's place if the donor is ahead,
+        otherwise `common`, the last place of both branches. Other peers must still have the entries after that
+        index."""
         index, beat = self._replica.log.position.index, self._presence.live()[donor]
         known_from = 0 if beat.state is PeerState.ARCHIVING else beat.index - RECENT_ENTRIES // 2
         return FarBehind(donor, max(index + 1 if beat.index > index else common, known_from))
 
     def fetched(self) -> None:
-        """Prepare the search for replaying entries, after a snapshot was loaded or no donor had one."""
+        """Reset the search after a try to load a snapshot, successful or not. This peer then replays entries."""
         self.has_snapshot, self._weighed = True, None
         self._patience = Patience(self._context, self._presence)
 
 
 class Patience:
     """A limit on the seconds that each peer may take to answer this peer's questions for the next entry. It holds for
-    all fragments of a cycle together, because a peer could use up a limit of its own for each."""
+    all fragments of a cycle together; otherwise a peer could use up the limit once for each fragment."""
 
     def __init__(self, context: Context, presence: Presence) -> None:
         self._context = context
         self._presence = presence
         self._place = b""
         self._waited: dict[str, float] = {}
-        self._asked: tuple[str, float] | None = None  # the peer asked last, and the time; None after its answer
+        self._asked: tuple[str, float] | None = None  # peer asked last, and the question's time; None after the answer
 
     def is_over(self, peer: str, log: LogState) -> bool:
         """Return True if the peer has used up its seconds; otherwise record that it is asked now. After True the peer
@@ -150,8 +150,8 @@ class Patience:
         self._asked = None
 
     def _charge(self, forgiven: float = 0.0) -> None:
-        """Add the time since the last question, less `forgiven` seconds, to the asked peer's. At most two heartbeat
-        intervals count, because the question is repeated at each heartbeat while the peer claims to be ahead."""
+        """Add the time since the last question, less `forgiven` seconds, to the asked peer's seconds. At most two
+        heartbeat intervals count, because this peer repeats the question at each heartbeat."""
         if self._asked is not None:
             peer, since = self._asked
             waited = min(self._context.now - since, 2 * self._context.settings.timing.heartbeat)

@@ -80,8 +80,8 @@ class Context:
         self.emit(*(Note("warning", f"{fault.peer} is proven to lie: {fault.kind}") for fault in faults))
 
     def number_of_work(self) -> int:
-        """Return a new number for a finished training. The numbers count up from the process's `start`, so that no two
-        commitments of one incarnation have the same number (R10)."""
+        """Return a new number for a finished training. Numbers count up from the number of the process's start, so that
+        no two commitments of one incarnation have the same number (R10)."""
         self._works += 1
         return self._works
 
@@ -201,7 +201,7 @@ class Repetition:
 
 class Answers:
     """A limit on this peer's answers: within half of the pause between repeated messages, at most ANSWERS to each peer,
-    and none twice."""
+    and no answer twice."""
 
     def __init__(self, context: Context) -> None:
         self._context = context

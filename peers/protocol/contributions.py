@@ -1,4 +1,5 @@
-"""The commitments of one round's members to their contributions, and factors that shorten too long ones (R3)."""
+"""The commitments of one round's members to their contributions, and the factors that shorten contributions with too
+large a norm (R3)."""
 
 from __future__ import annotations
 
@@ -53,8 +54,8 @@ class Contributions:
         return clipped(present, self.squares, self.clip) if self.squares else {}
 
     def longest(self, absent: frozenset[str] = frozenset()) -> float:
-        """Return the largest squared norm that all averages of one reducer may have together, because a mean is no
-        longer than its longest contribution. Contributions of `absent` members do not count."""
+        """Return the largest squared norm that all averages of one reducer may have together, because the norm of a
+        mean is at most the largest norm of a contribution. Contributions of `absent` members do not count."""
         if not self.squares:
             return math.inf
         if absent not in self._longest:
@@ -82,7 +83,7 @@ def clipped(weights: Mapping[str, float], squares: Mapping[str, float], clip: fl
 
 
 def median(weights: Mapping[str, float], squares: Mapping[str, float]) -> float:
-    """Return the weighted median of the squared norms: half of the weight or more has no larger squared norm.
+    """Return the weighted median: the smallest squared norm so that members with half of the weight have no larger one.
 
     Weights keep many members with little work from deciding it. Of two members with equal weights it takes the smaller
     norm, since a step that is too short can be made up later.

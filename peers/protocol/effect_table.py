@@ -21,7 +21,7 @@ class Handling(NamedTuple):
 
 
 def row(kind: type[E], handler: Callable[[E], object]) -> Handling:
-    """Return a row of the driver's table. Through the types of the parameters, the type checker finds a handler for
+    """Return a row of the driver's table. With these parameter types, the type checker refuses a handler that takes
     another kind of effect."""
     return Handling(kind, handler)
 

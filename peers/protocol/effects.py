@@ -44,15 +44,15 @@ class StopTraining(Effect):
 
 @dataclass(frozen=True)
 class OpenRound(Effect):
-    """A request to allocate memory for a round's chunks. Earlier rounds of the same fragment end."""
+    """A request to allocate memory for a round's chunks, and to end earlier rounds of the same fragment."""
 
     round: Round
 
 
 @dataclass(frozen=True)
 class SendChunk(Effect):
-    """A request to send a chunk: an average (`reduced`) with the names of the members `absent` from it, or this peer's
-    own blocks with the `signature` of its commitment. The driver answers with ChunkSent or ChunksUnsent."""
+    """A request to send a chunk: an average (if `reduced`) with the names of the members `absent` from it, or this
+    peer's own blocks with the `signature` of its commitment. The driver answers with ChunkSent or ChunksUnsent."""
 
     round_name: RoundName
     to: str

@@ -190,7 +190,8 @@ class PayloadNotFetched(Event):
 
 @dataclass(frozen=True)
 class RateMeasured(Event):
-    """The rate of this machine's link in each direction, in bytes a second, by a round or a test; 0 if unknown."""
+    """The rate of this machine's link in each direction, in bytes a second, measured in a round or test; 0 if
+    unknown."""
 
     rate: int
 

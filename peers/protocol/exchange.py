@@ -143,7 +143,8 @@ class Exchange:
         return self._part
 
     def proposed(self, marks: bytes) -> list[Effect]:
-        """Store a proposal's marks, which name averages. Return the effects that fetch those that are missing."""
+        """Store a proposal's marks, which name the averages that count. Return the effects that fetch the missing
+        ones."""
         if len(marks) != MARK_BYTES * min(self.round.chunks, MARKED) or marks == self.averages.marks:
             return []
         self.averages.marks = marks
@@ -200,7 +201,7 @@ class Exchange:
         that the member averages."""
         if want.round != self.name or sender not in self.round.peers or sender == self.me:
             return []
-        mask = slice(-(-self.round.chunks // 8))  # few bytes can name half a million chunks beyond the round's
+        mask = slice(-(-self.round.chunks // 8))  # a short set can name half a million chunks beyond the round's
         asked = [chunk for chunk in chunks_in(want.averages[mask]) if chunk < self.round.chunks]
         missing = set(filter(self.wants_average, asked))
         for chunk in missing:
@@ -231,7 +232,7 @@ class Exchange:
         return self._reducing.wants(sender, chunk)
 
     def wants_average(self, chunk: int) -> bool:
-        """Return True if a chunk's average is missing here, or is another than the proposal names."""
+        """Return True if a chunk's average is missing here, or is not the one that the proposal names."""
         return chunk < self.round.chunks and not self.averages.is_right(chunk)
 
     def is_wanted(self, averaged: Averaged) -> bool:
@@ -364,7 +365,8 @@ class Reducing:
         """Members that have sent this peer no blocks: as an heir, this peer does not wait for their blocks again."""
         self._givers = frozenset(givers)
         self._me = me
-        self._times: dict[int, tuple[float, float]] = {}  # by chunk: wait's end for unheard members, and for all
+        # By chunk: the time at which the wait for unheard members ends, and the time at which the wait for all ends.
+        self._times: dict[int, tuple[float, float]] = {}
         self._arrived: defaultdict[int, set[str]] = defaultdict(set)
         self._bad: defaultdict[int, set[str]] = defaultdict(set)
 
@@ -490,13 +492,13 @@ class AverageSearch:
     """
 
     def __init__(self, me: str, members: Sequence[str], reducers: Reducers, longest: float) -> None:
-        """Wait at most `longest` seconds for one chunk, even if the member asked for it delivers other chunks."""
+        """Create a search that waits at most `longest` seconds for a chunk, whatever else the asked member delivers."""
         place = members.index(me) if me in members else 0
         self._others = [*members[place + 1 :], *members[:place]]
         self._me = me
         self._reducers = reducers
         self._longest = longest
-        self._asked: dict[int, tuple[str, float]] = {}  # by chunk: the member that should send it, since this time
+        self._asked: dict[int, tuple[str, float]] = {}  # by chunk: the member that should send it, and since when
         self._came: dict[str, float] = {}  # time at which each member last delivered an average
 
     def begin(self, lacking: Iterable[int], replaced: Collection[int], now: float) -> None:

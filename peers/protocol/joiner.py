@@ -38,8 +38,8 @@ class Joiner:
         return self._presence.membership.polled and not self._presence.seeks_links
 
     def may_start(self) -> bool:
-        """Return True if this peer has entries of the run or hears peers at work, or if it may found the run now. To
-        found it, enough peers must have had time to hear each other, and no archive may have signed a head."""
+        """Return True if this peer has entries of the run or hears peers at work, or if it may found the run now. A
+        founding requires that enough peers have had time to hear each other, and that no archive has signed a head."""
         live = self._presence.live()
         if self._replica.needs_signed_log:
             return False

@@ -187,8 +187,8 @@ class Leader:
         self._exchange(Round(name=name, shares=dealt, committed=committed, group=group), "begins", ready)
 
     def _without_liars(self, ready: Mapping[str, Ready]) -> Mapping[str, Ready]:
-        """Return the ready peers that no proof convicts of a lie, or all ready peers if the others are no quorum.
-        Convicted peers are left out because an entry cannot name faults of its own members."""
+        """Return the ready peers that no proof convicts of a lie; if they are no quorum, all ready peers. Convicted
+        peers are left out because an entry cannot name faults of its own members."""
         honest = {peer: one for peer, one in ready.items() if not self._context.evidence.has_convicted(peer)}
         is_quorum = self._seat.attendance.is_quorum(_incarnations(honest))
         return honest if is_quorum and self.readiness.contributing(honest) else ready
@@ -370,8 +370,8 @@ class Leader:
             self._propose_anew(propose, refusals)
 
     def _do_without_signers(self, propose: Propose, ready: Mapping[str, Ready]) -> bool:
-        """Withdraw the proposal if signers of its averages are proven to lie, or this peer or too many members cannot
-        get their averages. Others then average these signers' chunks anew. Return True if it is withdrawn."""
+        """Withdraw the proposal if it has averages that this peer or too many members cannot get, or whose signers are
+        proven to lie. Others then average the chunks of these signers anew. Return True if it is withdrawn."""
         exchange, begun, parts = self._seat.exchange, self._begun, self._parts
         if begun is None or parts is None or begun.round.name != propose.round:
             return False
@@ -389,8 +389,8 @@ class Leader:
         return bool(wrong)
 
     def _named_by_enough(self, named: Mapping[str, Iterable[str]]) -> set[str]:
-        """Return the peers to leave out, the most often named first, so that enough ready peers for the entry name no
-        other peer. `named` maps each ready peer to the peers that it names."""
+        """Choose peers to leave out, the most often named first, until enough ready peers for the entry name no further
+        peer. `named` maps each ready peer to the peers that it names."""
         ready = {self._context.me: self._context.incarnation} | _incarnations(self.readiness.of(self._view))
         found = set[str]()
         while True:

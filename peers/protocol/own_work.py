@@ -33,7 +33,7 @@ class Objection:
 
 
 class OwnWork:
-    """This peer's finished training for one entry, with the commitment and the Ready that state it."""
+    """This peer's finished training for one entry, its commitment to that training, and its Ready."""
 
     def __init__(self, context: Context, presence: Presence, trainer: Trainer, log: LogState) -> None:
         self.trained: Trained | None = None
@@ -59,7 +59,7 @@ class OwnWork:
         self._wants = 0 if is_whole else steps * settings.samples_per_lease // settings.inner_steps
 
     def member(self) -> Member:
-        """Return this peer as a member of the entry, as its Ready states it."""
+        """Return this peer's record as a member of the entry, with the values that its Ready states."""
         assert self.trained is not None
         return Member(
             peer=self._context.me,

@@ -89,7 +89,8 @@ class Pace:
 
     def steps_of_grant(self, steps: int, speed: float, others: Collection[float]) -> int:
         """Return the number of inner steps that a peer makes of the `steps` in a grant; samples beyond that stay in the
-        pool. In an asynchronous run it is in proportion to the peer's speed, compared with the fastest peer's."""
+        pool. In an asynchronous run the number is in proportion to the peer's speed, compared with the fastest
+        peer's."""
         fastest = self._fastest(speed, others)
         if self.contributions is None or not speed or speed >= fastest:
             return min(steps, self.steps_beside(speed, others))

@@ -21,7 +21,7 @@ LONGEST = 5.0
 
 
 def death(timing: Timing) -> float:
-    """Return the death time in seconds: after it, a peer's death and the messages about it are known."""
+    """Return the death time in seconds: so long after a peer's death, all other peers know of it."""
     return timing.heartbeat_expiry + 2 * timing.heartbeat
 
 

@@ -125,7 +125,7 @@ class Averages:
         return self._here.get(chunk)
 
     def squares_with(self, averaged: Averaged, squares: float) -> float:
-        """Return the squared norm of all stored averages of this average's reducer, this one included."""
+        """Return the squared norm that the stored averages of this average's reducer have together with this one."""
         before = self._here.get(averaged.chunk)
         replaced = self._squares[averaged.chunk] if before and before.reducer == averaged.reducer else 0.0
         return self._given[averaged.reducer] - replaced + squares

@@ -328,7 +328,8 @@ class Peer:
         return self.presence.membership
 
     def believed(self, theirs: Branch, ours: Branch) -> Branch | None:
-        """Return the part of the branch `theirs` that this peer accepts as the run's log; None if none, or not yet."""
+        """Return the part of another peer's branch (`theirs`) that this peer accepts as the run's log. Return None if
+        it accepts no part, or cannot decide yet."""
         return self._cycle.belief.branch(theirs, ours)
 
     def is_live(self, peer: str) -> bool:

@@ -271,7 +271,8 @@ def foreseen(
     thin: Mapping[str, float] = NONE_THIN,
 ) -> list[float]:
     """Return the seconds for which each member's link is expected to be busy in an exchange; 0 if its rate is unknown.
-    `size` is the payload's size in bytes, and `thin` the share of it that a member in a thinner format sends."""
+    `size` is the payload's size in bytes. `thin` maps members with a thinner format to the share of it that they
+    send."""
     whole = max(sum(chunks.values()), 1)
     moved = {peer: payloads_moved(len(members), chunks.get(peer, 0) / whole) for peer in members}
     busy = {peer: max(moved[peer], LEAST_PAYLOADS) + thin.get(peer, 1.0) - 1.0 for peer in members}
@@ -289,7 +290,7 @@ def seconds_to_send(allowed: float | None, timing: Timing, overlap: float = 0.0)
 
 def format_for(size: PayloadSize, uplink: float, seconds: float) -> int:
     """Return the number of the first format in which an uplink carries a contribution in this many seconds; if there is
-    none, of the smallest. `uplink` is in bytes a second; 0 (not measured) counts as enough."""
+    none, the smallest format's. `uplink` is in bytes a second; 0 (not measured) counts as enough."""
     sizes = enumerate(size.by_format)
     fitting = (format for format, count in sizes if not uplink or count <= uplink * seconds)
     return next(fitting, len(size.thinner))

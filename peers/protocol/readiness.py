@@ -48,8 +48,8 @@ class Readiness:
         return bool(self._granted)
 
     def ask_lease(self, sender: str, request: LeaseRequest, state_digest: bytes) -> None:
-        """Grant samples to a joiner. It may make fewer inner steps the further this peer's own training is, so that
-        both finish together. Refuse a joiner whose state differs."""
+        """Grant samples to a joiner. The further this peer's own training is, the fewer inner steps the joiner may
+        make, so that both finish together. Refuse a joiner whose state differs."""
         if sender in self._log.excluded:
             return
         if request.state_digest != state_digest:
@@ -220,7 +220,7 @@ class Readiness:
         return due
 
     def is_full(self, view: int) -> bool:
-        """Return True if all peers are ready that the leader waited for at its last Tick."""
+        """Return True if all peers that the leader waited for at its last Tick are ready."""
         count = len(self._ready)  # cheap first test: most Readys arrive before half of a large swarm is ready
         if count < self.awaited.fewest or 2 * count < len(self._log.voters):
             return False
@@ -241,7 +241,7 @@ class Readiness:
 
 
 def member_of(peer: str, ready: Ready) -> Member:
-    """Return the peer as a member of the entry, as its Ready states it."""
+    """Return the peer's record as a member of the entry, with the values that its Ready states."""
     return Member(
         peer=peer,
         tokens=ready.tokens,

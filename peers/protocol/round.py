@@ -378,7 +378,7 @@ class EntryRound(StateMachine):
         return round.chunks == size.chunks and reducers <= {member.peer for member in round.contributors}
 
     def _contributions(self, begin: Begin) -> Contributions:
-        """Return the contributions that a Begin describes, with their weights and this peer's signature of its own."""
+        """Return the contributions in a Begin, with their weights and this peer's signature of its own contribution."""
         ours, settings = self._work.commitment(), self._context.settings
         weights = weights_of(begin.round.contributors, self.log, settings)
         return Contributions.of(begin, settings.clip, weights, ours.signature if ours else None)
@@ -395,7 +395,7 @@ class EntryRound(StateMachine):
             self._context.emit(Send(leader, part))
 
     def _exchanged(self, event: ExchangeEvent) -> None:
-        """Record failed links and proofs of lies in an event of the exchange, and let the exchange handle the event."""
+        """Let the exchange handle an event, after recording a failed link or the proof of a lie that it shows."""
         exchange, context = self.exchange, self._context
         if exchange is None or event.round_name != exchange.name:
             return
@@ -540,7 +540,7 @@ class EntryRound(StateMachine):
         the header, and no peer has had the payload for the partition grace, give up this peer's vote."""
         context, notes, justify = self._context, self._notes, propose.justify
         assert justify is not None
-        is_foreign = justify.choice.alone and not propose.group  # such payloads of one peer could fill the disk (R5)
+        is_foreign = justify.choice.alone and not propose.group  # else one peer could fill this disk with payloads (R5)
         if is_foreign or not self.voter.place.is_prepared(propose.header, justify):
             return Refusal.NO_PAYLOAD
         timing, lock, payload = context.settings.timing, self.voter.lock, propose.header.payload
@@ -624,8 +624,7 @@ class EntryRound(StateMachine):
             self._context.emit(Dropped(sender, "certificate", "it is no valid prepare certificate of this header"))
 
     def _is_certified(self, certified: Certified, sender: str) -> None:
-        """Forward the certificate of a header. Give vote 2 if it prepares the header; take the entry if it commits
-        it."""
+        """Forward the header's certificate. Give vote 2 if it is a prepare certificate; otherwise take the entry."""
         if self.state is DECIDED:
             return
         context, choice = self._context, choice_of(certified)

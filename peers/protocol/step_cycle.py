@@ -382,8 +382,8 @@ class StepCycle:
         return round.log.closes and self.joiner.may_start() and not self.joiner.holds_back()
 
     def answer_elsewhere(self, sender: str, message: Message | Unread) -> None:
-        """Answer a message about a position that this peer has passed with the entry made there. If this peer lacks
-        that entry, answer an Inquire with its own position. A repeated question is answered once in half a resend
+        """If a message is about a position that this peer has passed, answer with the entry made there. If this peer
+        lacks that entry, answer an Inquire with its own position. Answer a repeated question once in half a resend
         pause."""
         if not self._answers.is_due(sender, message.position):
             return

@@ -67,9 +67,9 @@ class Views:
         return any(self._is_there(peer) for peer in self._log.ring)
 
     def leader_of(self, view: int) -> str | None:
-        """Return the leader of a view (R1). If the log determines none (R13), view 0 has as leader the lowest id at
-        work here, or else of the founders; each later view has the lowest hash of view and id, so that peers that hear
-        different peers still mostly agree."""
+        """Return the leader of a view (R1). If the log determines none (R13), view 0 is led by the lowest id of the
+        peers at work here (if there are none: of the founders), each later view by the lowest hash of view and id. So
+        peers that hear different peers still mostly agree."""
         if self._is_log_led:
             return self._log.leader_of(view)
         at_work, head = self._at_work(), self._log.position.head

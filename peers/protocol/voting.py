@@ -201,8 +201,9 @@ def _why_not_in(state: VoterState, ballot: Ballot, last: Vote | None) -> Refusal
 
 
 def _is_bound(lock: Certified | None, propose: Propose) -> bool:
-    """Return True if the voter's lock forbids vote 1 for the proposal, which must show a certificate that is heavier
-    than the lock's, or as heavy and for its header. A minority's lock binds only in a minority's ballots."""
+    """Return True if the voter's lock forbids vote 1 for the proposal. The lock allows only proposals with a heavier
+    certificate, or with one as heavy and for the locked header. A minority's lock binds only in a minority's
+    ballots."""
     if lock is None:
         return False
     locked = _choice_of(lock)
