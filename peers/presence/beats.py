@@ -71,7 +71,7 @@ class Audience:
         self._confirmed = {peer: sequence for peer, sequence in self._confirmed.items() if peer in self.peers}
 
     def due(self, now: float) -> list[str]:
-        """Return the peers to call now: those without a call under way or a pause in calls."""
+        """Return the peers to call now: those to which no call is under way and calls are not paused."""
         idle = [peer for peer in self._in_turn if peer not in self._under_way]
         due = [peer for peer in idle if now >= self._pauses.get(peer, (now, 0.0))[0]]
         room = NEW_AT_ONCE - sum(peer not in self._confirmed for peer in self._under_way)
@@ -159,7 +159,7 @@ class Beats:
         self._beat = Beat.of(heartbeat)
 
     def go_on(self, heartbeat: Heartbeat, now: float) -> None:
-        """Keep our last signed heartbeat, and send the changes in the new `heartbeat` by beats."""
+        """Keep our last signed heartbeat. From now on beats carry the changes in the new `heartbeat`."""
         if self.own is not None:
             self.own.newest, self.own.heard_at = heartbeat, now
             self._beat = Beat.of(heartbeat)

@@ -1,4 +1,4 @@
-"""The DHT as a meeting place: when a peer stores its heartbeat there, and when it searches there for other peers'.
+"""The DHT as a meeting place: when a peer stores its heartbeat there, and when it searches for other peers there.
 
 A few of a run's peers keep their heartbeats in the DHT, so that newcomers find the run. All peers search there now and
 then, so that two parts of a swarm find each other again after a partition. Half of these few are the oldest peers. So

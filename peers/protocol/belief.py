@@ -1,4 +1,5 @@
-"""The decision whether to accept other peers' entries and branches as the run's (R8, R13, R19, R21).
+"""The decision whether this peer accepts entries and branches of other peers as part of the run's log (R8, R13, R19,
+R21).
 
 A certified entry proves itself. Other evidence is needed for an entry that a minority or the founders made.
 """

@@ -123,8 +123,8 @@ class Exchange:
         return self._ask_for_blocks() + self._reduce(self._reducing.waiting)
 
     def tick(self, now: float, live: Collection[str]) -> list[Effect]:
-        """Return the effects that average the chunks whose wait is over, and that send data again if it may be lost.
-        `live` are the peers that this peer hears."""
+        """Return the effects that average the chunks that need not wait for blocks any longer, and that send data again
+        if it may be lost. `live` are the peers that this peer hears."""
         self._now, self._live = now, frozenset(live)
         effects = self._reduce(self._reducing.waiting)
         if self._outbox.is_time(now):

@@ -86,7 +86,7 @@ class Leader:
         lock = choice_of(ready.lock).ballot if ready.lock and ready.lock.certificate else None
         for named in (ready.refused, ready.round.ballot if ready.round else None, lock):
             if named is not None and named.view == self._seat.pacemaker.view:
-                # an honest peer names no attempt above this limit
+                # Ignore attempts that are MISSED_ATTEMPTS or more above this peer's own: no honest peer names them.
                 ahead = named.attempt if named.attempt < self._attempt + MISSED_ATTEMPTS else 0
                 self._attempt = max(self._attempt, ahead)
         if ready.view != self._seat.pacemaker.view or not self._seat.is_led_by_us:
@@ -360,7 +360,7 @@ class Leader:
             self._propose_prepared(prepared, ready)
             return
         if voter.prepared is not None and choice_of(voter.prepared).ballot == propose.ballot:
-            return  # voters are giving vote 2
+            return  # the header is prepared, and voters are giving vote 2
         refusals = {
             REFUSALS[one.reason] for one in ready.values() if one.refused == propose.ballot and one.reason in REFUSALS
         }

@@ -68,7 +68,7 @@ class Pace:
         lease's steps, rounded up to fill whole cycles, so that the peer does not idle. `own` are the steps that fit
         into one cycle."""
         sure = (1 - LATE_SHARE) * own
-        # The quotient may be infinite, since other peers may claim any speed.
+        # Checked before the division, whose quotient may be infinite, since other peers may claim any speed.
         if self.least_steps > (1 + self.staleness) * sure:
             return min(self.inner_steps, self.least_steps)
         return min(self.inner_steps, int(math.ceil(self.least_steps / sure) * sure))

@@ -212,7 +212,6 @@ class Peer:
                 raise LocalProtocolError(f"unknown event: {event!r}")
 
     def _take(self, fragment: int, event: Event) -> None:
-        """Pass the event to the fragment's round, if the round is still open."""
         round = self.rounds.get(fragment)
         if round is not None:
             round.take(event)

@@ -39,7 +39,7 @@ class StateMachine:
         self._leads_to: Mapping[StrEnum, str] = {}
 
     def take(self, event: object, *context: Any) -> None:
-        """Handle the event with the method that the table names for the present state, or drop it if there is none.
+        """Handle the event with the method that the table names for the present state. Drop the event if there is none.
 
         Raises:
             LocalProtocolError: an event of EXACT is not in the table of the present state, or the method enters a state

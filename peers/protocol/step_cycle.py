@@ -1,5 +1,5 @@
-"""The cycle of one peer from outer step to outer step. It connects the peer's parts: if one part changes, it informs
-the others.
+"""The cycle of one peer from outer step to outer step. `StepCycle` connects the peer's parts: if one part changes, it
+informs the others.
 
 One outer step runs like this: `join` or `on_applied` gives the trainer a lease. When the trainer is done
 (`on_trained`), the round is ready. When the round decides (`entry_made`), the work ends, the replica applies the entry,
@@ -430,5 +430,4 @@ class StepCycle:
 
     @property
     def _is_bound(self) -> bool:
-        """True if this peer is locked on a header that may have been committed."""
         return any(round.voter.lock is not None for round in self.rounds.values())

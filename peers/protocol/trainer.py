@@ -63,7 +63,7 @@ class Trainer(StateMachine):
         self.captures = Captures()
         self.watch = WorkerWatch(context.settings.timing.partition_grace)
         self.speed = 0.0  # tokens a second, by the last progress report
-        self.seconds: float | None = None  # seconds of the last finished training
+        self.seconds: float | None = None  # duration of the last finished training, in seconds
         self.in_vain = 0  # number of consecutive leases, up to the last one, without any work in an entry
         self._context = context
         self._index = 0  # index of the cycle in which the present training began
