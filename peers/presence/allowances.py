@@ -57,7 +57,7 @@ class Allowances:
 
     @contextmanager
     def spending(self, sender: str, clock: Callable[[], float]) -> Iterator[None]:
-        """Subtract the seconds for which the body of the `with` statement runs from the sender's allowance."""
+        """Subtract from the sender's allowance the seconds for which the body of the `with` statement runs."""
         began = clock()
         try:
             yield

@@ -257,7 +257,7 @@ class Beats:
         return is_new
 
     def _take_answered(self, peer: str, signed: bytes, now: float, wall: float) -> None:
-        """Store a heartbeat from a peer's answer: its own, or another with our key. Raises: RemoteProtocolError."""
+        """Store a heartbeat from a peer's answer: its own, or one signed by our key. Raises: RemoteProtocolError."""
         heartbeat = Heartbeat.verify(signed, self.run)
         if heartbeat.peer not in (peer, self.me):
             raise RemoteProtocolError(peer, f"it sent the heartbeat of {heartbeat.peer}")

@@ -176,7 +176,7 @@ class PayloadAssembled(Event):
 
 @dataclass(frozen=True)
 class PayloadFetched(Event):
-    """The arrival of a payload from a donor or the log. `trouble` says why it is not on the disk; empty if it is."""
+    """The arrival of a payload from a donor or our log. `trouble` says why it is not on the disk; empty if it is."""
 
     header: Header
     trouble: str = ""
