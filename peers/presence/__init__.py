@@ -1,4 +1,4 @@
-"""Presence of other peers, and their places in the log, as one peer learns them from beats, heartbeats and links.
+"""The presence of other peers and their places in the log, as one peer learns them from beats, heartbeats and links.
 
 Other rooms import:
 admission: RunAdmission, refused

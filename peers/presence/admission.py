@@ -8,12 +8,12 @@ from typing import NamedTuple
 from peers.errors import AdmissionError
 from peers.values.tickets import ANOTHER_TICKET, GRACE, Revocations, TicketError, check_ticket
 
-PRESENT = 120.0  # seconds for which a peer stays admitted after it showed its ticket
-SEEN_LIMIT = 10_000  # peers whose tickets are remembered, at most
+PRESENT = 120.0  # seconds for which a peer stays admitted after it has shown its ticket
+SEEN_LIMIT = 10_000  # maximum number of peers whose tickets are remembered
 
 
 class TicketSighting(NamedTuple):
-    """The ticket that a peer has shown, and the last time at which it did, in seconds since the epoch."""
+    """The ticket that a peer has shown, and the time at which it was last shown, in seconds since the epoch."""
 
     ticket: bytes
     at: float
@@ -31,7 +31,7 @@ class RunAdmission:
         self._seen: OrderedDict[str, TicketSighting] = OrderedDict()
 
     def refusal(self, peer: str, ticket: bytes, wall: float) -> str:
-        """Return the reason why a peer's ticket does not admit it; empty if it does."""
+        """Return the reason why a ticket does not admit its peer; empty if the peer is admitted."""
         if peer == self.organiser:
             return ""
         if not ticket:
@@ -47,7 +47,7 @@ class RunAdmission:
         return ""
 
     def admit(self, peer: str, ticket: bytes, wall: float) -> str:
-        """Check a peer's ticket, and record a valid one. Return the reason why the peer is not admitted; else empty."""
+        """Check a peer's ticket, and record it if valid. Return the reason why the peer is not admitted, or ""."""
         reason = self.refusal(peer, ticket, wall)
         if not reason:
             self._seen[peer] = TicketSighting(ticket, wall)
@@ -57,7 +57,7 @@ class RunAdmission:
         return reason
 
     def check(self, peer: str, wall: float) -> None:
-        """Raise AdmissionError unless a peer has shown a ticket within PRESENT seconds, and it is still valid."""
+        """Raise AdmissionError unless a peer's ticket was shown in the last PRESENT seconds and is still valid."""
         if peer == self.organiser:
             return
         seen = self._seen.get(peer)
@@ -69,7 +69,7 @@ class RunAdmission:
             raise refused(peer, self.run, "it has shown no ticket for a while")
 
     def revoke(self, packed: bytes) -> bool:
-        """Store a packed list of revoked tickets if it is newer than ours. Return True if so. Raises: TicketError."""
+        """Store a packed list of revoked tickets if it is newer than ours; if so, return True. Raises: TicketError."""
         found = Revocations.unpack(packed, self.run, self.organiser)
         if found.number <= self.number:
             return False
@@ -78,7 +78,7 @@ class RunAdmission:
 
     @property
     def number(self) -> int:
-        """The number of our list of revoked tickets; 0 without a list."""
+        """The version number of our list of revoked tickets (the highest number counts); 0 without a list."""
         return self.revocations.number if self.revocations else 0
 
 

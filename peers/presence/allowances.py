@@ -1,4 +1,4 @@
-"""Limits on the bytes or seconds that a peer spends on each sender, so that no sender can overload the peer."""
+"""Limits on the bytes or seconds that a peer spends on each sender of messages, so that no sender overloads it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Allowance:
         self._at = 0.0
 
     def has_some(self, now: float) -> bool:
-        """Return True if some of the allowance is left at the time `now`. The next amount spent may exceed the rest."""
+        """Return True if some of the allowance is left at the time `now`, even if the next amount spent is larger."""
         self._left = min(self._burst, self._left + max(0.0, now - self._at) * self._rate)
         self._at = now
         return self._left > 0.0
@@ -30,8 +30,8 @@ class Allowance:
 
 
 class Allowances:
-    """An allowance for each sender, and one for all together that is `together` times as large, since identities cost
-    nothing."""
+    """An allowance for each sender, and one for all senders together, which is `together` times as large. The common
+    allowance limits a peer that invents senders."""
 
     def __init__(self, burst: float, rate: float, together: int) -> None:
         self._burst = burst
@@ -40,7 +40,7 @@ class Allowances:
         self._senders: dict[str, Allowance] = {}  # each sender's own allowance; the one used last is at the end
 
     def has_some(self, sender: str, now: float) -> bool:
-        """Return True if both the sender's allowance and that of all senders together have something left."""
+        """Return True if something is left of both the sender's allowance and that of all senders together."""
         allowance = self._senders.pop(sender, None)
         if allowance is None:
             allowance = Allowance(self._burst, self._rate)
@@ -57,7 +57,7 @@ class Allowances:
 
     @contextmanager
     def spending(self, sender: str, clock: Callable[[], float]) -> Iterator[None]:
-        """Spend the seconds that the body takes, by `clock`, from the sender's allowance."""
+        """Subtract from the sender's allowance the seconds for which the body of the `with` statement runs."""
         began = clock()
         try:
             yield

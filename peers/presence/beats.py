@@ -40,11 +40,13 @@ from peers.values.wire import pack, unpack_from
 REFRESH_SHARE = 0.4
 """Fraction of a heartbeat's lifetime between two signed heartbeats: short, so that a copied key is noticed in time."""
 STALE_SHARE = 0.8  # fraction of a signed heartbeat's lifetime after which its peer is asked for a new one
-AUDIENCE_LIMIT = 128  # peers to which this peer sends beats, at most
-NEW_AT_ONCE = 64  # calls at once, at most, to peers that have confirmed no heartbeat of ours: they may be made up
-PAUSE_FIRST, PAUSE_LAST = 1.0, 30.0  # seconds without calls to a silent peer: after its first failure, and at most
-WHO_BURST, WHO_RATE, TOGETHER = 1 << 19, 1 << 16, 4  # pages for one peer: bytes at once, bytes a second; factor for all
-STRANGERS_BURST, STRANGERS_RATE = 1 << 18, 1 << 16  # unknown peers' heartbeats to check: bytes at once, bytes a second
+AUDIENCE_LIMIT = 128  # maximum number of peers to which this peer sends beats
+NEW_AT_ONCE = 64  # calls at one time, at most, to peers that have confirmed no heartbeat of ours: they may be made up
+PAUSE_FIRST, PAUSE_LAST = 1.0, 30.0  # seconds without calls to a silent peer: after its first failure, and the maximum
+# Limits on pages of heartbeats for one peer: bytes at once, bytes a second; and their multiple for all peers together.
+WHO_BURST, WHO_RATE, TOGETHER = 1 << 19, 1 << 16, 4
+# Limits on heartbeats from unknown peers, which must be verified: bytes at once, bytes a second.
+STRANGERS_BURST, STRANGERS_RATE = 1 << 18, 1 << 16
 ON_THE_WAY = frozenset({"sequence", "state", "view", "inner_step", "speed", "leads", "tokens_per_second", "loss"})
 """Fields of a heartbeat whose change needs no new signed heartbeat; beats carry most of them."""
 
@@ -55,12 +57,12 @@ class Audience:
     def __init__(self) -> None:
         self.peers: frozenset[str] = frozenset()
         self._in_turn: tuple[str, ...] = ()
-        self._confirmed: dict[str, int] = {}  # by peer: sequence of our heartbeat that it confirmed
+        self._confirmed: dict[str, int] = {}  # by peer: sequence of the heartbeat of ours that it confirmed
         self._under_way: set[str] = set()
         self._pauses: dict[str, tuple[float, float]] = {}  # by peer: the pause's end, and its length in seconds
 
     def choose(self, others: Sequence[str], voters: Collection[str]) -> None:
-        """Choose the peers to send beats to: voters first, then peers that answer, each in the order of `others`
+        """Choose the peers to send beats to: voters first, then peers that answer, each group in the order of `others`
         (longest known first). Made-up peers are newer or do not answer, so a flood of them displaces no real peer."""
         chosen = sorted(others, key=lambda peer: (peer not in voters, peer in self._pauses))[:AUDIENCE_LIMIT]
         self._in_turn, self.peers = tuple(chosen), frozenset(chosen)
@@ -69,7 +71,7 @@ class Audience:
         self._confirmed = {peer: sequence for peer, sequence in self._confirmed.items() if peer in self.peers}
 
     def due(self, now: float) -> list[str]:
-        """Return the peers to call now: those without a call under way or a pause."""
+        """Return the peers to call now: those to which no call is under way and calls are not paused."""
         idle = [peer for peer in self._in_turn if peer not in self._under_way]
         due = [peer for peer in idle if now >= self._pauses.get(peer, (now, 0.0))[0]]
         room = NEW_AT_ONCE - sum(peer not in self._confirmed for peer in self._under_way)
@@ -77,7 +79,7 @@ class Audience:
         return [peer for peer in due if peer in self._confirmed] + new
 
     def has(self, peer: str, sequence: int) -> bool:
-        """Return True if the peer has confirmed our signed heartbeat with this sequence."""
+        """Return True if the peer has confirmed the signed heartbeat of ours with this sequence."""
         return self._confirmed.get(peer) == sequence
 
     def begins(self, peer: str) -> None:
@@ -85,7 +87,7 @@ class Audience:
         self._under_way.add(peer)
 
     def answered(self, peer: str, sequence: int | None, wants: bool) -> None:
-        """Record that a peer has answered our signed heartbeat with this `sequence`, or a beat (`sequence` is None).
+        """Record that a peer has answered a call: the heartbeat with this `sequence`, or a beat if that is None.
 
         With `wants`, the peer asks for our signed heartbeat.
         """
@@ -97,7 +99,7 @@ class Audience:
             self._confirmed[peer] = sequence
 
     def failed(self, peer: str, now: float) -> None:
-        """Pause calls to a peer, longer after each failure. Its confirmation is dropped, as it may have restarted."""
+        """Pause calls to a peer, longer after each failure. Drop its confirmation, because it may have restarted."""
         self._under_way.discard(peer)
         self._confirmed.pop(peer, None)
         length = min(PAUSE_LAST, 2 * self._pauses.get(peer, (0.0, PAUSE_FIRST / 2))[1])
@@ -105,7 +107,7 @@ class Audience:
             self._pauses[peer] = now + length, length
 
     def end_pause(self, peer: str) -> None:
-        """End a peer's pause, since it has sent us a message."""
+        """End the pause in calls to a peer, because it has sent us a message."""
         self._pauses.pop(peer, None)
 
 
@@ -157,7 +159,7 @@ class Beats:
         self._beat = Beat.of(heartbeat)
 
     def go_on(self, heartbeat: Heartbeat, now: float) -> None:
-        """Keep our signed heartbeat, and update the fields that beats carry."""
+        """Keep our last signed heartbeat. From now on beats carry the changes in the new `heartbeat`."""
         if self.own is not None:
             self.own.newest, self.own.heard_at = heartbeat, now
             self._beat = Beat.of(heartbeat)
@@ -167,7 +169,7 @@ class Beats:
         self.audience.choose(self.others(now), voters)
 
     def call_for(self, peer: str) -> Call | None:
-        """Return the call to make to a peer now: our signed heartbeat until the peer confirms it, else a beat; None if
+        """Return the call to make to a peer now: our signed heartbeat until the peer confirms it, then beats; None if
         we are not in the run. The caller must report the call's end by `answered` or `failed`."""
         own = self.own
         if own is None or self._beat is None:
@@ -179,7 +181,7 @@ class Beats:
         return Call(BEAT, pack(self._beat), None)
 
     def answered(self, peer: str, call: Call, packed: bytes, now: float, wall: float) -> bool:
-        """Process a peer's answer to a call. Return True if the peer wants our signed heartbeat by another call now.
+        """Process a peer's answer to a call. Return True if the peer must be called again with our signed heartbeat.
 
         Raises: RemoteProtocolError; the call then counts as failed.
         """
@@ -202,7 +204,7 @@ class Beats:
 
     # Messages from other peers --------------------------------------------------------------------------------
     def hear_beat(self, sender: str, beat: Beat, now: float, wall: float) -> bytes:
-        """Process another peer's beat, and return the packed answer to it. A stranger's beat is not stored."""
+        """Process another peer's beat, and return the packed answer. The beat of an unknown peer is not stored."""
         if self.store.get(sender) is None:
             return pack(Answer(wants=True))
         self._heard(sender, now)
@@ -232,7 +234,7 @@ class Beats:
         return pack(Answer(wants=False, heartbeats=tuple(heartbeats))) if heartbeats else NOTHING_TO_SAY
 
     def _may_send(self, sender: str, kept: Kept | None, size: int, now: float) -> bool:
-        """Return True if the sender may send `size` bytes of heartbeat, and count them. Strangers share a limit."""
+        """Return True if the sender may send `size` bytes of heartbeat, and count them. Unknown peers share a limit."""
         if kept is not None:
             self._heard(sender, now)
             if kept.may_send(now):
@@ -244,7 +246,7 @@ class Beats:
         return False
 
     def found(self, signed: bytes, now: float, wall: float) -> bool:
-        """Store a peer's signed heartbeat from the DHT. Return True if it is new, which is a sign of life.
+        """Store a peer's signed heartbeat from the DHT. Return True if it is new; it is then a sign of life.
 
         Raises: RemoteProtocolError.
         """
@@ -255,15 +257,15 @@ class Beats:
         return is_new
 
     def _take_answered(self, peer: str, signed: bytes, now: float, wall: float) -> None:
-        """Store a heartbeat in a peer's answer: the peer's, or one with our own key. Raises: RemoteProtocolError."""
+        """Store a heartbeat from a peer's answer: its own, or one signed by our key. Raises: RemoteProtocolError."""
         heartbeat = Heartbeat.verify(signed, self.run)
         if heartbeat.peer not in (peer, self.me):
             raise RemoteProtocolError(peer, f"it sent the heartbeat of {heartbeat.peer}")
         self._keep(heartbeat, signed, now, wall)
 
     def _keep(self, heartbeat: Heartbeat, signed: bytes, now: float, wall: float) -> bool:
-        """Store a new heartbeat. Return True if it was stored. A heartbeat with our own key is not stored, but may show
-        that another machine uses our key."""
+        """Store a heartbeat if it is new. Return True if it was stored. A heartbeat with our own key is not stored, but
+        may show that another machine uses our key."""
         if heartbeat.peer == self.me:
             self.copies.hear(heartbeat, now)
             return False
@@ -280,7 +282,6 @@ class Beats:
         return beat.goes_on(kept.heartbeat) and not is_old
 
     def _heard(self, peer: str, now: float) -> None:
-        """Record that a peer has sent a message over its link."""
         self.store.heard(peer, now)
         self.audience.end_pause(peer)
         self.linked_at = now
@@ -297,16 +298,16 @@ class Beats:
 
     # Known peers ----------------------------------------------------------------------------------------------
     def others(self, now: float) -> list[str]:
-        """Return the ids of the other peers that seem present, the one known for longest first."""
+        """Return the ids of the other peers that seem present, the peer known for longest first."""
         return [kept.heartbeat.peer for kept in self.store.fresh(now) if kept.is_present(now)]
 
     def heartbeats(self, now: float) -> list[Heartbeat]:
-        """Return the newest heartbeat of each peer with an unexpired one, ours included, sorted by peer id."""
+        """Return the newest heartbeat of each peer, ours included, if it has not expired, sorted by peer id."""
         known = (*filter(None, [self.own]), *self.store.fresh(now))
         return sorted((kept.newest for kept in known), key=lambda heartbeat: heartbeat.peer)
 
     def silences(self, now: float) -> dict[str, float]:
-        """Return the seconds since each other peer was heard, for peers that were heard lately."""
+        """Return the seconds since each other peer was last heard, by peer, for peers that were heard lately."""
         return {kept.heartbeat.peer: now - kept.heard_at for kept in self.store.fresh(now) if kept.heard_at > NEVER}
 
     def known_since(self, peer: str) -> float:
@@ -315,8 +316,8 @@ class Beats:
 
     # Requests for heartbeats ----------------------------------------------------------------------------------
     def hand_out(self, sender: str, request: Request, now: float, wall: float) -> bytes:
-        """Return a packed page with heartbeats of peers that we hear, except those that the request names. The page may
-        contain one of another machine with the sender's key.
+        """Return a packed page with heartbeats of peers that we hear, except those that the request names. One of them
+        may be of another machine with the sender's key.
 
         Raises: RemoteProtocolError; AdmissionError when the sender needs a ticket and has shown none.
         """
@@ -336,12 +337,12 @@ class Beats:
         return page
 
     def request(self, known: Collection[str]) -> Request:
-        """Return a request for the heartbeats of peers that are not in `known`."""
+        """Return a request for the heartbeats of all peers that are not in `known`."""
         tags = [tag_of(peer) for peer in known if peer != self.me]
         return Request(run=self.run, known=b"".join(tags[:KNOWN_LIMIT]))
 
     def take_page(self, sender: str, packed: bytes, now: float, wall: float) -> set[str]:
-        """Store the heartbeats on a packed page. Return the ids of their peers, none of which counts as heard.
+        """Store the heartbeats on a packed page, and return the ids of their peers. A page is no sign of life of them.
 
         Raises: RemoteProtocolError.
         """

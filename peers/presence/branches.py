@@ -22,10 +22,10 @@ FORGOTTEN = 3600.0
 
 
 class Branches:
-    """Other peers' claims about their places in the log, and the peers without useful answers, across all entries."""
+    """Other peers' claims about their places in the log, and pauses for peers whose answers were of no use."""
 
     def __init__(self, presence: Presence, me: str, expiry: float, pause: float) -> None:
-        """Create an object without claims. `expiry` and `pause` are in seconds, as in Presence."""
+        """Create an object without claims. `expiry` and `pause` are in seconds; see Presence."""
         self._presence = presence
         self._me = me
         self._expiry = expiry
@@ -41,48 +41,49 @@ class Branches:
 
     @property
     def unhelpful(self) -> frozenset[str]:
-        """The peers that are not asked for their state, since they gave none a short while ago."""
+        """The peers that are not asked for the run's state at present, because they lately sent none."""
         return frozenset(self._unexpired(self._gave_nothing_until))
 
     def gave_nothing(self, peer: str) -> None:
-        """Do not ask a peer for its state for a while, since it gave none."""
+        """Stop asking a peer for the run's state for a while, because it sent none."""
         until = {peer: self._presence.now + self._pause}
         self._gave_nothing_until = self._unexpired(self._gave_nothing_until) | until
 
     def ask_again(self, peer: str) -> None:
-        """End a peer's pause after `gave_nothing`, since no other peer is left to ask for the state."""
+        """End the pause that `gave_nothing` began for a peer, because no other peer is left to ask for the state."""
         self._gave_nothing_until.pop(peer, None)
 
     def pass_over(self, peer: str) -> None:
-        """Prefer other peers' logs for a while, longer each time, since a peer's log lacked its claimed place."""
+        """Prefer other peers' logs for a while, longer each time, since `peer` lacks the place that it claims."""
         now, forgotten = self._presence.now, self._presence.now - FORGOTTEN
         self._passed_over = {one: passed for one, passed in self._passed_over.items() if passed[1] > forgotten}
         times = self._passed_over.get(peer, (0, 0.0))[0] + 1
         self._passed_over[peer] = times, now + min(self._pause, self._expiry * 2.0 ** min(times - 1, 16))
 
     def look_again(self) -> None:
-        """End the pauses of all peers after `pass_over`, since the network or the log has changed."""
+        """End all pauses that `pass_over` began, because the network or the log has changed."""
         self._passed_over.clear()
 
     @property
     def unproven(self) -> frozenset[str]:
-        """The peers that claim to be further on in the log, and whose logs have repeatedly not shown that."""
+        """The peers that claim to be further on in the log, but whose logs have repeatedly not shown it."""
         return frozenset(peer for peer, (times, _) in self._passed_over.items() if times >= VAIN)
 
     # Peers that are further on --------------------------------------------------------------------------------
     def claimant(self, log: LogState, lineage: Lineage, is_astray: bool = False) -> str | None:
-        """Return the peer to ask first for its log, of the live peers that claim to be further on than our log or on
+        """Return the live peer whose log to ask for first, because the peer claims to be further on than our log or on
         another branch; None if there is none."""
         return next(iter(self._find(log, lineage, is_astray)), None)
 
     def furthest(self, log: LogState, lineage: Lineage, is_astray: bool = False) -> str | None:
-        """Return the first claimant at an index that our log still remembers; None without one."""
+        """Return the first claimant (see `claimant`) whose index our log still remembers or has not reached; else
+        None."""
         claimants, live = self._find(log, lineage, is_astray), self._live()
         return next((peer for peer in claimants if live[peer].index >= lineage.known_from), None)
 
     def is_behind(self, log: LogState, lineage: Lineage, is_astray: bool = False) -> bool:
-        """Return True if at least half of the live members and bystanders claim to be further on than our log. If no
-        member or bystander is live, one peer's claim is enough."""
+        """Return True if at least half of the live members and bystanders of the last entry claim to be further on than
+        our log. If none of them is live, one peer's claim is enough."""
         live, away = self._live(), self._presence.unreached
         others = {peer for peer in log.incarnations if peer != self._me and peer in live} - away
         claimants = self._find(log, lineage, is_astray)
@@ -143,8 +144,8 @@ class Branches:
         return state_named(log, self._live().values(), own_digest)
 
     def are_most_elsewhere(self, doubt: LogState, branch: Branch, incarnation: int) -> bool | None:
-        """Return True if enough live voters for a quorum are not on `branch`, and False otherwise. The voters are those
-        of the log at `doubt`, from which a minority went on to `branch`. This peer, if it votes, is not on `branch`.
+        """Return True if enough live voters for a quorum are not on `branch`, otherwise False. The voters are those of
+        the log `doubt`, after which a minority made `branch`. This peer, if it votes, counts as not on `branch`.
 
         None: it depends on peers that are further on than the branch is known. `incarnation` is ours.
         """
@@ -174,7 +175,7 @@ class Branches:
 
 
 def state_named(log: LogState, beats: Iterable[Heartbeat], besides: Sequence[bytes] = ()) -> bytes | None:
-    """Return the state digest that more than half of the log's voters name for the log's head; None without one.
+    """Return the state digest that more than half of the log's voters name for the log's head; None if there is none.
 
     `besides` are digests from other sources, one for each voter.
     """
@@ -200,14 +201,14 @@ def reported_state(branch: Branch, beats: Iterable[Heartbeat], place: LogState) 
 
 
 def _has_parted(beat: Heartbeat, place: LogState, branch: Branch) -> bool:
-    """Return True if a peer is at or after the index of `place`, but on another branch than `branch`."""
+    """Return True if a peer is on another branch than `branch`, and not before the index of `place`."""
     head = place.position.head if beat.index == place.position.index else branch.heads.get(beat.index)
     return beat.index >= place.position.index and head not in (None, beat.head)
 
 
 def _state_named_by(beat: Heartbeat, place: LogState, branch: Branch) -> bytes:
-    """Return the state digest that a peer names for a place. A peer further on along the branch had the state that the
-    branch's next entry claims."""
+    """Return the state digest that a peer names for a place. If it is further on along the branch, it had the state
+    that the branch's next entry claims."""
     if beat.head == place.position.head:
         return beat.state_digest
     has_gone_on = beat.index > place.position.index and branch.heads.get(beat.index) == beat.head
@@ -215,7 +216,7 @@ def _state_named_by(beat: Heartbeat, place: LogState, branch: Branch) -> bytes:
 
 
 def _is_same(asked: Sequence[object], before: Sequence[object]) -> bool:
-    """Return True if the inputs of `_find` equal the last ones, so that its last result, slow to find, is reused."""
+    """Return True if the inputs of `_find` equal the last ones, so that its last result (slow to find) is reused."""
     if len(asked) != len(before):
         return False
     for one, other in zip(asked, before, strict=True):  # `all` takes twice as long, and _is_same runs at each event
@@ -225,5 +226,5 @@ def _is_same(asked: Sequence[object], before: Sequence[object]) -> bool:
 
 
 def _inverted(digest: bytes) -> int:
-    """Return a number that orders digests in reverse, so that the smaller one wins a tie."""
+    """Return a number that orders digests in reverse, so that of equal claims the smaller digest comes first."""
     return -int.from_bytes(digest, "big")

@@ -15,13 +15,13 @@ from peers.values.wire import PROTOCOL_VERSION, Count, RunId, Value, WireError, 
 BEAT, HEARTBEAT, WHO = "beat", "heartbeat", "who"
 """Names of the calls. Their payloads: a Beat; a tag of the run and a signed heartbeat; a Request. The first two are
 answered by an Answer, the last by a Page."""
-BEAT_BYTES = 100  # bytes of a packed Beat, at most
-SHORT = 8  # first bytes of a digest, used in its place where a collision does no harm
-PAGE = 64  # heartbeats in one answer, at most
-KNOWN_LIMIT = 4096  # peers that a Request names, at most
-PAGE_BYTES = PAGE * (SIZE_LIMIT + 64)  # bytes of a Page before compression, at most
-REQUEST_BYTES = KNOWN_LIMIT * SHORT + 1024  # bytes of a packed Request: tags, a run id, a version
-ANSWER_BYTES = 2 * SIZE_LIMIT + 1024  # bytes of a packed Answer: two heartbeats and a beat
+BEAT_BYTES = 100  # maximum size of a packed Beat, in bytes
+SHORT = 8  # number of first bytes of a digest that replace it where a collision does no harm
+PAGE = 64  # maximum number of heartbeats in a Page
+KNOWN_LIMIT = 4096  # maximum number of peers that a Request names
+PAGE_BYTES = PAGE * (SIZE_LIMIT + 64)  # maximum size of a Page before compression, in bytes
+REQUEST_BYTES = KNOWN_LIMIT * SHORT + 1024  # maximum size of a packed Request, in bytes: tags, a run id, a version
+ANSWER_BYTES = 2 * SIZE_LIMIT + 1024  # maximum size of a packed Answer, in bytes: two heartbeats and a beat
 
 Short = Annotated[bytes, Field(strict=True, min_length=SHORT, max_length=SHORT)]
 Signed = Annotated[bytes, Field(strict=True, min_length=1, max_length=SIZE_LIMIT)]
@@ -34,8 +34,8 @@ def tag_of(name: str) -> bytes:
 
 
 class Beat(Value):
-    """A peer's short message between two signed heartbeats. `run` is a tag of the run's id, and `head` the beginning of
-    the head; the other fields are as in a Heartbeat."""
+    """A peer's short message between two signed heartbeats. `run` is a tag of the run's id, and `head` has the first
+    SHORT bytes of the head; the other fields are as in a Heartbeat."""
 
     run: Short
     sequence: Count
@@ -50,7 +50,7 @@ class Beat(Value):
 
     @classmethod
     def of(cls, heartbeat: Heartbeat) -> Self:
-        """Return the beat with a heartbeat's fields."""
+        """Return a beat with the values of a heartbeat."""
         return cls(
             run=tag_of(heartbeat.run),
             sequence=heartbeat.sequence,
@@ -66,7 +66,7 @@ class Beat(Value):
 
     def goes_on(self, heartbeat: Heartbeat) -> bool:
         """Return True if the beat is at the same place in the log as a signed heartbeat of its peer. Return False if
-        the peer is leaving, since a farewell needs a signature."""
+        the peer is leaving, because a farewell needs a signature."""
         here = self.index == heartbeat.index and self.head == heartbeat.head[:SHORT]
         return here and PeerState.LEAVING not in (self.state, heartbeat.state)
 
@@ -95,7 +95,7 @@ NOTHING_TO_SAY = b""
 
 
 class Request(Value):
-    """A request for heartbeats of the run's peers that the receiver hears. `known`: tags of the peers to leave out."""
+    """A request for heartbeats of the run's peers that the receiver hears. `known` are tags of peers to leave out."""
 
     version: Count = PROTOCOL_VERSION
     run: RunId
@@ -103,7 +103,7 @@ class Request(Value):
 
     @classmethod
     def unpack(cls, sender: str, data: bytes) -> Self:
-        """Return the request in the bytes. Raises: RemoteProtocolError, also for another protocol version."""
+        """Return the request packed in `data`. Raises: RemoteProtocolError, also for another protocol version."""
         request = unpack_from(sender, cls, data, REQUEST_BYTES)
         if request.version != PROTOCOL_VERSION:
             raise RemoteProtocolError(sender, f"its protocol version is {request.version}, ours is {PROTOCOL_VERSION}")
@@ -113,17 +113,17 @@ class Request(Value):
 
 
 class Page(Value):
-    """Signed heartbeats of peers that the answering peer hears. If the page is full, there may be more."""
+    """Signed heartbeats of peers that the answering peer hears. If the page is full, the peer may hear more."""
 
     heartbeats: Annotated[tuple[Signed, ...], Field(max_length=PAGE)]
 
     def packed(self) -> bytes:
-        """Return the page's bytes, compressed by zlib: one heartbeat shrinks to a third, many to a fifth."""
+        """Return the page as bytes, compressed by zlib: one heartbeat shrinks to a third, many to a fifth."""
         return zlib.compress(pack(self), 1)
 
     @classmethod
     def unpack(cls, sender: str, data: bytes) -> Self:
-        """Return the page in the bytes. Raises: RemoteProtocolError."""
+        """Return the page packed in `data`. Raises: RemoteProtocolError."""
         inflating = zlib.decompressobj()
         try:
             plain = inflating.decompress(data, PAGE_BYTES)

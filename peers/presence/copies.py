@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from peers.presence.heartbeat import Heartbeat, PeerState
 
-LIVES_LIMIT = 8  # lives (process starts) with our key that are remembered, at most
+LIVES_LIMIT = 8  # maximum number of lives (process starts) with our key that are remembered
 SILENCE_SHARE = 0.6
 """Fraction of a heartbeat's lifetime without a newer one after which a life is over. Signed heartbeats come after four
 tenths of the lifetime, and reach us within two tenths."""
@@ -14,8 +14,8 @@ tenths of the lifetime, and reach us within two tenths."""
 
 @dataclass
 class _Life:
-    """One start of a process with our key that is not this process. `baseline` is the latest sequence that may already
-    have been on its way when the life was first heard."""
+    """A life: one start of another process with our key. `baseline` is the latest sequence that may already have been
+    on its way when the life was first heard."""
 
     first_at: float
     baseline: int
@@ -28,7 +28,8 @@ class _Life:
 
 
 class Copies:
-    """The lives (process starts) with our key, except this process, whose heartbeats were received.
+    """The other lives of this peer: process starts with our key, apart from this process's own, from which a heartbeat
+    was received.
 
     A former life left heartbeats behind, at other peers and in the DHT. They have a last one, so a life is over when no
     newer one comes for a while. A life goes on if newer ones come so much later, by the life's own clock, that they
@@ -56,7 +57,7 @@ class Copies:
 
     @property
     def highest(self) -> int:
-        """The highest sequence heard in another life's heartbeats with our key; 0: none. Our own sequence must be
+        """The highest sequence in another life's heartbeats with our key; 0 if there is none. Our own sequence must be
         higher."""
         return max((life.newest.sequence for life in self._lives.values()), default=0)
 
@@ -65,7 +66,7 @@ class Copies:
         return any(life.may_go_on(now) for life in self._lives.values())
 
     def living(self, now: float) -> Heartbeat | None:
-        """Return the last heartbeat of another process with our key that is certainly running; None without one."""
+        """Return the last heartbeat of another process with our key that certainly runs; None if there is none."""
         for life in self._lives.values():
             is_new = life.newest.sequence - life.baseline > 1000 * life.newest.lifetime
             if is_new and life.may_go_on(now):

@@ -1,4 +1,4 @@
-"""The signed heartbeat of a peer, with all that it reports about itself. Beats (beats.py) come between two of them."""
+"""The signed heartbeat of a peer, with all that the peer reports about itself. Beats (beats.py) are sent in between."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ from peers.values.wire import (
     unpack,
 )
 
-SIZE_LIMIT = 6144  # bytes of a signed heartbeat, at most
-ADDRESS_LENGTH = 256  # characters of an address, at most; a relayed address names two peers
-ENDPOINT_LENGTH = 64  # characters of an endpoint, at most
-NAMED_PEERS = 16  # peers that a heartbeat names for each kind of reachability, at most
-TAIL = 8  # characters by which a heartbeat names another peer: the last ones of its id
+SIZE_LIMIT = 6144  # maximum size of a signed heartbeat, in bytes
+ADDRESS_LENGTH = 256  # maximum number of characters of an address; a relayed address names two peers
+ENDPOINT_LENGTH = 64  # maximum number of characters of an endpoint
+NAMED_PEERS = 16  # maximum number of peers that a heartbeat names for each kind of reachability
+TAIL = 8  # number of last characters of a peer's id by which a heartbeat names it
 DEFAULT_LIFETIME = 30.0  # seconds for which a heartbeat is valid
 SIGNING_CONTEXT = b"diloco-peer heartbeat\0"  # signed with each heartbeat, to exclude signatures for other purposes
 UNKNOWN_PEER = "unknown"
@@ -64,14 +64,14 @@ Tails = Annotated[tuple[Tail, ...], Field(max_length=NAMED_PEERS)]
 
 
 def name_peers(peers: Iterable[str]) -> tuple[str, ...]:
-    """Return the sorted tails of peer ids by which heartbeats name peers, at most NAMED_PEERS."""
+    """Return the sorted tails of peer ids, by which heartbeats name peers: at most NAMED_PEERS."""
     return tuple(sorted(peer[-TAIL:] for peer in peers)[:NAMED_PEERS])
 
 
 class PeerState(StrEnum):
     """The activity of a peer, as others see it. An archive keeps the log, has no state of its own and takes no part in
-    rounds. STARTING is never published, since a peer has no state before its worker is ready. Only the owner's
-    own displays show it."""
+    rounds. Only the owner's own displays show STARTING, because a peer sends no heartbeat before its worker is
+    ready."""
 
     STARTING = "starting"
     JOINING = "joining"
@@ -155,7 +155,7 @@ class Heartbeat(Value):
 
     @property
     def life(self) -> tuple[int, int]:
-        """The incarnation and the process's start. No two machines with the same key share this pair."""
+        """The incarnation and the number of the process's start. No two machines with the same key share this pair."""
         return self.incarnation, self.start
 
     @property
@@ -164,7 +164,7 @@ class Heartbeat(Value):
         return self.sequence / 1000 + self.lifetime
 
     def repeats(self, earlier: Heartbeat) -> bool:
-        """Return True if this heartbeat equals the earlier one, apart from the sequence."""
+        """Return True if this heartbeat equals the earlier one in all but the sequence."""
         return self.__dict__ | {"sequence": earlier.sequence} == earlier.__dict__
 
     def sign(self, identity: Identity) -> bytes:
@@ -176,7 +176,7 @@ class Heartbeat(Value):
 
     @classmethod
     def verify(cls, data: bytes, run_id: str | None = None) -> Heartbeat:
-        """Return the heartbeat in a signed envelope; with `run_id`, only if it is about that run.
+        """Return the heartbeat in a packed SignedHeartbeat; with `run_id`, only if it is about that run.
 
         Raises: RemoteProtocolError, which names the check that failed.
         """

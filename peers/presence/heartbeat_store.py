@@ -14,9 +14,9 @@ from peers.presence.heartbeat import Heartbeat, PeerState
 
 PEERS_LIMIT = 10_000  # maximum number of peers that are remembered
 CLOCK_TOLERANCE = 60.0  # seconds that a peer's clock may be ahead of ours
-HEARTBEATS_AT_ONCE = 4.0  # signed heartbeats that a peer may send one after another
+HEARTBEATS_AT_ONCE = 4.0  # maximum number of signed heartbeats that a peer may send without a pause
 SECONDS_PER_HEARTBEAT = 0.5  # seconds after which a peer may send one more signed heartbeat
-HEARTBEAT_BYTES = 1024  # bytes that cost one of HEARTBEATS_AT_ONCE; a larger heartbeat costs more in proportion
+HEARTBEAT_BYTES = 1024  # a heartbeat of more bytes counts as more than one, in proportion
 NEVER = -float("inf")
 
 
@@ -40,11 +40,11 @@ class Kept:
     allowed_at: float = NEVER
 
     def is_fresh(self, now: float) -> bool:
-        """Return True if the peer was heard, or a heartbeat of it received, within its heartbeats' lifetime."""
+        """Return True if the peer was heard, or a heartbeat of it received, within the lifetime of its heartbeats."""
         return now - max(self.taken_at, self.heard_at) <= self.heartbeat.lifetime
 
     def is_heard(self, now: float) -> bool:
-        """Return True if the peer itself was heard within half of its heartbeats' lifetime: the run's expiry."""
+        """Return True if the peer itself was heard within the run's expiry, half of its heartbeats' lifetime."""
         return now - self.heard_at <= self.heartbeat.lifetime / 2
 
     def is_present(self, now: float) -> bool:
@@ -66,7 +66,7 @@ class Kept:
 
 
 class HeartbeatStore:
-    """The last messages of all peers of one run, with the peer known for longest first.
+    """The last heartbeats and beats of all peers of one run. The peer known for longest is the first.
 
     `now` is on this peer's own clock, `wall` is the common wall clock.
     """
@@ -85,11 +85,11 @@ class HeartbeatStore:
         return list(self._kept.values())
 
     def fresh(self, now: float) -> Iterator[Kept]:
-        """Yield the records of peers that are fresh (`Kept.is_fresh`)."""
+        """Return the records of all fresh peers, as `Kept.is_fresh` defines them."""
         return (kept for kept in self._kept.values() if kept.is_fresh(now))
 
     def take(self, heartbeat: Heartbeat, signed: bytes, now: float, wall: float) -> bool:
-        """Store a verified signed heartbeat if it is newer than the last one. Return True if it was stored."""
+        """Store a verified signed heartbeat if it is newer than the peer's last one. Return True if it was stored."""
         kept = self._kept.get(heartbeat.peer)
         if not _is_of_our_time(heartbeat.sequence, heartbeat.lifetime, wall):
             return False
@@ -116,18 +116,19 @@ class HeartbeatStore:
             self._kept[peer].heard_at = now
 
     def drop(self, peer: str) -> None:
-        """Delete a peer's record, even if its heartbeat is not outdated."""
+        """Delete a peer's record, even if its heartbeat has not expired."""
         self._kept.pop(peer, None)
 
     # Limits ---------------------------------------------------------------------------------------------------
     def _has_room(self, wall: float) -> bool:
-        """Return True if one more peer can be remembered, after dropping outdated ones if necessary."""
+        """Return True if one more peer can be remembered. If necessary, drop outdated peers first."""
         if len(self._kept) >= PEERS_LIMIT:
             self.forget(wall)
         return len(self._kept) < PEERS_LIMIT
 
     def forget(self, wall: float) -> None:
-        """Drop peers whose newest heartbeat is outdated. If dropped earlier, a copy of that one would count as new."""
+        """Drop peers whose newest heartbeat is outdated. If dropped earlier, a copy of that heartbeat would seem
+        new."""
         for kept in self.all():
             if not _is_of_our_time(kept.newest.sequence, kept.heartbeat.lifetime, wall):
                 del self._kept[kept.heartbeat.peer]

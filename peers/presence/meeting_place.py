@@ -1,4 +1,4 @@
-"""The DHT as a meeting place: when a peer stores its heartbeat there, and when it searches for those of others.
+"""The DHT as a meeting place: when a peer stores its heartbeat there, and when it searches for other peers there.
 
 A few of a run's peers keep their heartbeats in the DHT, so that newcomers find the run. All peers search there now and
 then, so that two parts of a swarm find each other again after a partition. Half of these few are the oldest peers. So
@@ -13,14 +13,14 @@ from peers.presence.beats import REFRESH_SHARE, Beats
 from peers.presence.heartbeat_store import NEVER
 from peers.values.wire import digest_of
 
-SAMPLE = 32  # peers of a run whose heartbeats are kept in the DHT; all peers of a smaller run
+SAMPLE = 32  # number of a run's peers whose heartbeats are in the DHT; all of a smaller run
 ELDERS = 16  # peers of the SAMPLE that are the run's oldest; the others are drawn by lot
 SAMPLE_PERIOD = 60.0  # seconds after which the peers drawn by lot are drawn anew
-ARRIVAL = 60.0  # seconds after a peer's start, in which it learns of all older peers
+ARRIVAL = 60.0  # seconds after a peer's start in which it learns of all older peers
 STORE_SHARE = REFRESH_SHARE  # fraction of a heartbeat's lifetime between two heartbeats in the DHT
-SEARCH_SHARE = 0.25  # fraction of a heartbeat's lifetime between two searches of the DHT, at least
-SEARCH_CALM, SEARCH_UNEASY = 0.5, 0.05  # seconds between searches, per other peer: with a link, without
-SEARCH_LAST = 300.0  # seconds between two searches of the DHT, at most
+SEARCH_SHARE = 0.25  # least fraction of a heartbeat's lifetime between two searches of the DHT
+SEARCH_CALM, SEARCH_UNEASY = 0.5, 0.05  # seconds between searches, per known other peer: while linked, and while not
+SEARCH_LAST = 300.0  # maximum number of seconds between two searches of the DHT
 
 
 class MeetingPlace:
@@ -31,8 +31,8 @@ class MeetingPlace:
         self._stored_at = self._searched_at = NEVER
 
     def is_to_be_stored(self, now: float, wall: float) -> bool:
-        """Return True if our heartbeat is to be stored in the DHT: always while we hear no peer; else often enough for
-        newcomers; in a large run only if we are among the oldest or are drawn."""
+        """Return True if our heartbeat is to be stored in the DHT: always while we hear no peer; otherwise often enough
+        for newcomers, and in a large run only if we are among the oldest peers or are drawn by lot."""
         if self._is_settled(now) and now - self._stored_at < STORE_SHARE * self._beats.lifetime:
             return False
         others = self._beats.others(now)
@@ -63,11 +63,11 @@ class MeetingPlace:
         self._searched_at = now
 
     def _is_settled(self, now: float) -> bool:
-        """Return True if another peer was heard over its link within the run's expiry."""
+        """Return True if another peer was heard over a link within the run's expiry."""
         return now - self._beats.linked_at <= self._beats.lifetime / 2
 
 
 def _place(peer: str, period: str) -> bytes:
-    """Return a peer's lot for a SAMPLE_PERIOD: the peers with the smallest lots keep their heartbeats in the DHT. A lot
-    is a hash, so no peer can choose its own."""
+    """Return a peer's lot for a `period`: the peers with the smallest lots keep their heartbeats in the DHT. A lot is a
+    hash, so no peer can choose its own."""
     return digest_of(f"{period} {peer}".encode())

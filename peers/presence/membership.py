@@ -1,4 +1,4 @@
-"""The other peers of a run. A peer is live while its heartbeats advance, as measured on this machine's clock alone."""
+"""The other peers of a run. A peer is live while new heartbeats of it arrive, timed by this machine's clock alone."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Roll(dict[str, Heartbeat]):
 
     @cached_property
     def trainers(self) -> tuple[Heartbeat, ...]:
-        """The heartbeats of peers that train, or will once they have joined: all but archives."""
+        """The heartbeats of peers that train or will train once they have joined: of all except archives."""
         return tuple(beat for beat in self.values() if beat.state is not PeerState.ARCHIVING)
 
     @cached_property
@@ -43,7 +43,7 @@ class Roll(dict[str, Heartbeat]):
 
     @cached_property
     def ready(self) -> tuple[str, ...]:
-        """The peers that have trained, and wait for a round to begin."""
+        """The ids of the peers that have trained, and wait for a round to begin."""
         return tuple(beat.peer for beat in self.at_work if beat.state is PeerState.READY)
 
 
@@ -69,19 +69,19 @@ class Membership:
     """The other peers of the run, judged by their heartbeats, received messages, and failed deliveries to them."""
 
     def __init__(self, me: str, expiry: float, is_farewell: IsFarewell) -> None:
-        """Create a membership without other peers. `expiry` is in seconds; `is_farewell` checks the signature of a
-        farewell."""
+        """Create a membership without other peers. A peer is live for `expiry` seconds after it was heard.
+        `is_farewell` checks the signature of a farewell."""
         self._me = me
         self._is_farewell = is_farewell
         self._expiry = expiry
         self._seen: dict[str, _Sighting] = {}
-        self._departed = set[str]()  # peers with a departed incarnation
-        self._live: Roll | None = None  # the last result of `live`; None if something has changed since
+        self._departed = set[str]()  # peers that have sent a farewell in any incarnation
+        self._live: Roll | None = None  # the last result of `live`; None if something has changed since then
         self._live_until = 0.0  # the first time at which a peer in `_live` may have expired
         self.polled = False
 
     def observe(self, heartbeats: Iterable[Heartbeat], now: float, silences: Mapping[str, float] | None = None) -> None:
-        """Record new heartbeats, of which some peers' were heard `silences` seconds ago; ignore old heartbeats.
+        """Record new heartbeats, and ignore old ones. `silences` has the seconds since some of their peers were heard.
 
         The roll stays the same object if no heartbeat changes its content, so that derived values can be reused.
         """
@@ -119,7 +119,7 @@ class Membership:
         return {self._me, *self._seen}
 
     def unreachable(self, peer: str) -> None:
-        """Count a peer as dead until its next heartbeat, since a message to it could not be delivered."""
+        """Count a peer as dead until its next heartbeat, because a message to it could not be delivered."""
         if peer in self._seen:
             self._seen[peer].reachable = False
             self._live = None
@@ -132,8 +132,8 @@ class Membership:
             sighting.reachable, sighting.advanced_at = True, now
 
     def departs(self, peer: str, incarnation: int, departure: int, signature: bytes) -> None:
-        """Record a peer's farewell: the peer counts in no quorum from the entry `departure` on. Strangers' farewells
-        are ignored, since strangers are in no quorum."""
+        """Record a peer's farewell: the peer counts in no quorum from the entry `departure` on. Unknown peers'
+        farewells are ignored, because these peers are in no quorum."""
         if peer in self._seen:
             self._departs(self._seen[peer], incarnation, departure, signature)
             self._live = None
@@ -144,11 +144,11 @@ class Membership:
             self._departed.add(sighting.heartbeat.peer)
 
     def departed(self, log: LogState) -> frozenset[str]:
-        """Return the voters of the log that left before they could vote for its next entry."""
+        """Return the voters of the log that left the run before they could vote for the log's next entry."""
         return frozenset(self.farewells(log))
 
     def farewells(self, log: LogState) -> dict[str, tuple[int, bytes]]:
-        """Return the index and signature of the farewell of each voter that left before the next entry, by peer id."""
+        """Return the farewells (index, signature) of voters that left before the log's next entry, by peer id."""
         if not self._departed:
             return {}
         index, gone = log.position.index, dict[str, tuple[int, bytes]]()
@@ -160,7 +160,7 @@ class Membership:
         return gone
 
     def live(self, now: float) -> Roll:
-        """Return the roll of live peers: the same object as long as nothing changes."""
+        """Return the roll of live peers. It is the same object as long as nothing changes."""
         if self._live is None or now > self._live_until:
             live = {
                 peer: sighting
@@ -173,8 +173,8 @@ class Membership:
         return self._live
 
     def spoke_within(self, seconds: float, now: float, even_leavers: bool = False) -> list[Heartbeat]:
-        """Return the last heartbeats of peers that have not left, and sent one in the last `seconds`; with
-        `even_leavers` also of peers that have left.
+        """Return the last heartbeat of each peer that has sent one in the last `seconds`. Peers that have left the run
+        are only included with `even_leavers`.
 
         Only heartbeats count here, and not messages or failed deliveries: a peer may send messages to some and not to
         others, and a link may fail for a moment.

@@ -1,4 +1,4 @@
-"""Presence of the other peers, as this peer hears them itself: live peers, reachable peers, and quorums of them."""
+"""The presence of other peers, as this peer hears them itself: live peers, reachable peers, and quorums of them."""
 
 from __future__ import annotations
 
@@ -49,11 +49,11 @@ class Presence:
 
     def speeds(self, log: LogState) -> list[float]:
         """Return the tokens a second that each working peer with a lease reports, highest first. Reports of peers
-        without a lease count only before the first entry, since any peer may report anything."""
+        without a lease count only before the first entry, because any peer can report anything."""
         return [speed for speed in self._reported_speeds(log) if speed]
 
     def usual(self, log: LogState) -> float:
-        """Return the median tokens a second in working peers' reports; a minority of liars cannot raise this median."""
+        """Return the median tokens a second in working peers' reports. A minority of liars cannot raise this median."""
         speeds = self._reported_speeds(log) or [0.0]
         return speeds[len(speeds) // 2]
 
@@ -64,7 +64,7 @@ class Presence:
     # Reach ----------------------------------------------------------------------------------------------------
     @property
     def unreached(self) -> frozenset[str]:
-        """The peers with which no data can be exchanged, according to our links."""
+        """The peers with which this peer's links can exchange no data."""
         return self.reachability.unreached
 
     @property
@@ -80,24 +80,24 @@ class Presence:
         return 2 * len(others & self.unreached) <= len(others)
 
     def named(self, peers: frozenset[str]) -> tuple[str, ...]:
-        """Return the sorted ids of those `peers` that are live, at most MEMBER_LIMIT."""
+        """Return those of the `peers` that are live, sorted, at most MEMBER_LIMIT."""
         return tuple(sorted(peers & self.live().keys()))[:MEMBER_LIMIT] if peers else ()
 
     # Quorum ---------------------------------------------------------------------------------------------------
     def is_quorum(self, log: LogState, peers: Collection[str]) -> bool:
-        """Return True if `peers` are a quorum for the log's next entry, of the voters without a farewell (R12)."""
+        """Return True if `peers` are a quorum for the log's next entry; voters with a farewell do not count (R12)."""
         departed = self.membership.departed(log)
         voters = [peer for peer, _ in log.electors if peer not in departed]
         return log.quorum.is_enough(sum(peer in peers for peer in voters), len(voters)) or not voters
 
     def are_all_gone(self, log: LogState) -> bool:
-        """Return True if all voters of the log have left with a farewell, or the log has no voters. Other peers that
-        then make entries are no minority."""
+        """Return True if all voters of the log have left with a farewell, or the log has no voters. Entries that other
+        peers then make are not a minority's."""
         return self.membership.departed(log).issuperset(log.voters)
 
     def are_most_here(self, log: LogState, incarnation: int, along: Collection[str] = ()) -> bool:
-        """Return True if a quorum of live peers, this peer included, is not further on than the log. Peers further
-        on count, too, unless they are in `along`: on the same branch. `incarnation` is ours."""
+        """Return True if the live peers not further on than the log, and this peer in our `incarnation`, are a quorum.
+        Peers further on count, too, unless they are in `along`, because they are then on another branch."""
         live, index = self.live(), log.position.index
         others = [beat for peer, beat in live.items() if beat.index <= index or peer not in along]
         incarnations = {beat.peer: beat.incarnation for beat in others}
@@ -106,8 +106,8 @@ class Presence:
         return bool(here) and self.is_quorum(log, here)
 
     def voters_here(self, log: LogState, incarnation: int, patience: float, even_leavers: bool = False) -> set[str]:
-        """Return the ids of the voters whose heartbeat was received in the last `patience` seconds, in the incarnation
-        that votes; and of this peer if it votes in `incarnation`.
+        """Return the ids of the voters whose heartbeat, in the incarnation that votes, was received in the last
+        `patience` seconds. This peer is one of them if it votes in `incarnation`.
 
         Their work, their reach and reports of other peers do not matter, since liars can influence those.
         """

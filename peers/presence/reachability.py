@@ -16,7 +16,7 @@ class Reachability:
     """Reach of each other peer of a run. A peer counts as reachable until the links or failed chunks show otherwise."""
 
     def __init__(self, patience: float) -> None:
-        """Create an object that doubts a peer when no chunk sent to it has arrived for `patience` seconds."""
+        """Create an object that doubts a peer after chunks have failed to reach it for `patience` seconds."""
         self._patience = patience
         self._reach: dict[str, Reach] = {}
         self.unreached: frozenset[str] = frozenset()
@@ -43,7 +43,7 @@ class Reachability:
         return bool(changed)
 
     def failed(self, peer: str, now: float, fragment: int = 0) -> None:
-        """Record that a chunk of this fragment's round did not reach the peer, which is live."""
+        """Record that a chunk of this fragment's round did not reach the peer, although it is live."""
         if now - self._failing_since.setdefault((peer, fragment), now) >= self._patience:
             self._doubted_until[peer] = now + DOUBT
 
@@ -53,23 +53,23 @@ class Reachability:
         self._doubted_until.pop(peer, None)
 
     def round_begins(self, fragment: int = 0) -> None:
-        """Drop the failures of this fragment's last round, which the peer may not have been in."""
+        """Forget the failed chunks of this fragment's last round, because the peers may not have been in it."""
         self._failing_since = {
             failing: since for failing, since in self._failing_since.items() if failing[1] != fragment
         }
 
     def doubted(self, now: float) -> frozenset[str]:
-        """Return the peers that chunks did not reach lately. They still take part, since they may only be slow."""
+        """Return the peers that chunks did not reach lately. They still take part, because they may only be slow."""
         return frozenset(peer for peer, until in self._doubted_until.items() if now < until)
 
     def detours(self, now: float) -> frozenset[str]:
-        """Return the peers with which as little data as possible should be exchanged: their link is a relay's, doubted,
-        or not found yet."""
+        """Return the peers with which as little data as possible should be exchanged: their link goes through a relay,
+        is doubted, or is not found yet."""
         return self.doubted(now) | self.relayed | self.sought
 
     def seen(self, me: str) -> tuple[tuple[str, int], ...]:
-        """Return the bytes a second received in recent rounds from each of up to SEEN_LIMIT other peers. The first peer
-        is the one after us in the order of ids, so that in a large swarm equally many report on each."""
+        """Return the bytes a second at which data of other peers arrived in recent rounds, for up to SEEN_LIMIT peers.
+        They are the next ones after us in the order of ids, so that in a large swarm equally many report on each."""
         peers = sorted(peer for peer, rate in self._rates.items() if rate > 0 and peer != me)
         after = sum(peer < me for peer in peers)
         return tuple((peer, self._rates[peer]) for peer in (peers[after:] + peers[:after])[:SEEN_LIMIT])

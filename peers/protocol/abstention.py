@@ -29,8 +29,8 @@ TURN = 2.0
 
 
 class Abstention:
-    """The decision to give up this peer's vote, after it has been unable to take part in rounds for long enough
-    (R12)."""
+    """The part of a peer that gives up the peer's vote when its workers hang, or it has reached no other peer for some
+    time (R12)."""
 
     def __init__(
         self, context: Context, presence: Presence, trainer: Trainer, replica: Replica, hindrances: Hindrances
@@ -43,8 +43,8 @@ class Abstention:
         self._unable_since: float | None = None
 
     def look(self, rounds: Collection[EntryRound]) -> None:
-        """Give up this peer's vote if its workers hang or it reaches no other peer, and its turn among the voters has
-        come."""
+        """Give up this peer's vote if its workers hang or it reaches no other peer. Voters do so in turn, and only
+        while the others are a quorum."""
         context, log = self._context, self._replica.log
         if not self._trainer.is_late(log) and any(round.is_taking_part for round in rounds):
             self._trainer.watch.forgive(context.now)

@@ -1,4 +1,4 @@
-"""The organiser's newest amendment that this peer has received, kept until an entry of the log has it (R18).
+"""A store for the organiser's newest amendment, until an entry of the log contains it (R18).
 
 Heartbeats pass it on, and the leader puts it into the next closing entry. A leader that leaves it out only delays it
 until another one leads.
@@ -12,8 +12,8 @@ from peers.values.manifest import Amendment, newest
 
 
 class Amending:
-    """The organiser's newest amendment that this peer can follow. `refused` is the newest amendment that it cannot
-    follow."""
+    """The organiser's newest amendment that this version of the program can follow. `refused` is the newest amendment
+    that it cannot follow."""
 
     def __init__(self, settings: RunSettings) -> None:
         self.refused: Amendment | None = None
@@ -21,7 +21,7 @@ class Amending:
         self._newest: Amendment | None = None
 
     def hear(self, amendment: Amendment | None) -> bool:
-        """Store an amendment. Return True if the organiser has signed it and it is newer than those stored before."""
+        """Store an amendment. Return True if the organiser has signed it, and it is newer than the stored one."""
         if amendment is None or newest(self._newest, amendment) is self._newest or amendment == self.refused:
             return False
         if not amendment.is_signed(self._settings.run, self._settings.organiser):

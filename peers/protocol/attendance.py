@@ -1,4 +1,4 @@
-"""Attendance at one position: the peers at work there, whether they are a quorum, and the time after which a minority
+"""The peers that are at work at one position of the log, whether they are a quorum, and the time after which a minority
 makes the entry alone (R8).
 
 A minority goes on because the other peers may be gone for good. Each of its voters must itself have heard no quorum
@@ -29,8 +29,8 @@ HOPELESS = 10.0
 
 
 class Attendance:
-    """The attendance at one position. `here` maps the id of each peer at work at the position, including this peer, to
-    its incarnation.
+    """The peers that are at work at one position of the log. `here` maps each of their ids, this peer's included, to
+    the peer's incarnation.
 
     `is_alone` is true if this peer begins a minority's ballots, `joins_alone` if it takes part in them.
     """
@@ -45,7 +45,8 @@ class Attendance:
         self._most_named_at = -float("inf")
 
     def look(self, ready_since: float | None, is_at_work: bool, is_behind: bool) -> None:
-        """Update `here`, the time at which the peers at work were last a quorum, `is_alone` and `joins_alone`.
+        """Update `here`. Set `is_alone` and `joins_alone`: true if this peer may begin a minority's ballots, or join
+        them.
 
         Args:
             ready_since: time at which this peer became ready; None if it is not.
@@ -90,28 +91,28 @@ class Attendance:
 
     @property
     def are_most_named(self) -> bool:
-        """True if most voters, in any incarnation, were at work within the last partition grace (or death time, if
-        longer)."""
+        """True if more than half of the voters, in any incarnation, were at work at one time within the last partition
+        grace (or death time, if that is longer)."""
         timing = self._context.settings.timing
         return self._context.now - self._most_named_at < max(timing.partition_grace, death(timing))
 
     def is_quorum(self, incarnations: Mapping[str, int]) -> bool:
-        """Return True if these peers, in these incarnations, are a quorum of the voters; before the first entry, if
-        they are at least the manifest's minimum of peers."""
+        """Return True if these peers, in these incarnations, are a quorum of the voters. Before the first entry the
+        manifest's minimum number of peers is enough."""
         if self._log.last is None:
             return len(incarnations) >= self._context.settings.minimum_peers
         counted = [peer for peer, incarnation in incarnations.items() if self._log.counts(peer, incarnation)]
         return bool(counted) and self._presence.is_quorum(self._log, counted)
 
     def is_enough(self, incarnations: Mapping[str, int]) -> bool:
-        """Return True if these peers can make the entry: as a quorum, or as a minority if this peer may act alone
-        (R8)."""
+        """Return True if these peers can make the entry, either as a quorum or, if this peer may act alone, as a
+        minority (R8)."""
         return self.is_quorum(incarnations) or (self.is_alone and self.may_go_on(incarnations))
 
     def may_go_on(self, incarnations: Mapping[str, int]) -> bool:
-        """Return True if these peers are enough for a minority's entry (R8): most of the voters by name if
-        `are_most_named`, so that only one such group exists; otherwise more than half of `here`, or all of `here` for a
-        founding."""
+        """Return True if these peers may make an entry as a minority (R8). If `are_most_named`, they must be more than
+        half of the voters, in any incarnation; otherwise more than half of `here`, or all of `here` for the first
+        entry."""
         if self.are_most_named and not self._are_all_gone:
             return are_most(self._log, incarnations)
         among = len(self.here.keys() & incarnations.keys())
@@ -119,7 +120,7 @@ class Attendance:
 
     @property
     def group(self) -> Group:
-        """The voters of a minority: the peers of `here` with their incarnations, at most MEMBER_LIMIT of them."""
+        """The voters of a minority: at most MEMBER_LIMIT peers of `here`, as pairs of peer id and incarnation."""
         return tuple(sorted(self.here.items()))[:MEMBER_LIMIT]
 
     def left_out(self, group: Group) -> tuple[str, ...]:
@@ -127,14 +128,15 @@ class Attendance:
         return tuple(sorted(peer for peer, incarnation in self.here.items() if (peer, incarnation) not in group))
 
     def joins(self, group: Group) -> bool:
-        """Return True if this peer votes in a minority's group: the group has all peers of `here`, and is large enough
-        (R8)."""
+        """Return True if this peer takes part in ballots of this minority (R8): it has waited long enough, and the
+        group has all peers of `here` and is large enough."""
         heard = {peer: incarnation for peer, incarnation in group if peer in self.here}
         return self.joins_alone and not self.left_out(group) and self.may_go_on(heard)
 
     def ready(self) -> dict[str, int]:
-        """Return the peers of `here` that are ready or averaging, and this peer, with their incarnations. With several
-        fragments, a peer that trains counts as ready for a fragment once it has made that fragment's inner steps."""
+        """Return the peers of `here` that are ready or averaging, and this peer, each with its incarnation. With
+        several fragments, a peer that trains counts, too, if it has made the inner steps before this fragment's
+        average."""
         live, me = self._presence.live(), self._context.me
         return {
             peer: incarnation for peer, incarnation in self.here.items() if peer == me or self._is_ready(live[peer])
@@ -150,15 +152,15 @@ class Attendance:
         return done * log.fragments >= samples * (log.fragment + 1)
 
     def views(self) -> dict[str, int]:
-        """Return the view that each other peer of `here` names in its heartbeat; before the first entry, each founder's
-        view."""
+        """Return the view that each other peer of `here` names in its heartbeat, by peer id. Before the first entry the
+        possible founders replace the peers of `here`."""
         live = self._presence.live()
         peers = self.founders() if self._log.last is None else self.here
         return {peer: live[peer].view for peer in peers if peer in live}
 
     def moves_on(self, incarnations: Mapping[str, int]) -> bool:
-        """Return True if these peers are enough to change the leader: as many as can make the entry; before the first
-        entry, most of the peers heard, since two peers without a link to each other may both be needed."""
+        """Return True if these peers are enough to change the leader. They must be able to make the entry; before the
+        first entry they must be more than half of the possible founders."""
         if self._log.last is None:
             heard = self.founders()
             are_many = len(heard) >= self._context.settings.minimum_peers or bool(self.here)
@@ -166,8 +168,8 @@ class Attendance:
         return self.is_enough(incarnations)
 
     def founders(self) -> list[str]:
-        """Return the ids of the peers that may found the run: this peer, and all that it hears and reaches before the
-        first entry."""
+        """Return the sorted ids of the peers that may found the run: this peer, and all peers that it hears and
+        reaches, except archives and peers that have entries."""
         beats: Iterable[Heartbeat] = self._presence.live().trainers
         others = [beat.peer for beat in beats if beat.index == 0 and beat.peer not in self._presence.unreached]
         return sorted([self._context.me, *others])

@@ -21,7 +21,7 @@ percent."""
 
 def late(log: LogState, settings: RunSettings) -> frozenset[str]:
     """Return the late peers: lease holders and voters that were in neither of the last two entries (R7). An
-    asynchronous run has no late peers, since its slack is short (R16)."""
+    asynchronous run has no late peers, because its leader waits only a short time for any peer (R16)."""
     if settings.contributions is not None:
         return frozenset()
     leases = log.last.leases if log.last else ()
@@ -44,15 +44,15 @@ class ReadyTimes:
         return max((self._times[peer] for peer in peers & self._times.keys()), default=-math.inf)
 
     def of_share(self, share: float, able: Set[str], ready: Set[str]) -> float:
-        """Return the time since which this share (0 to 1) of the peers `able` to contribute is in `ready`; infinity
-        while fewer are."""
+        """Return the time at which the number of peers in `ready` reached this `share` (0 to 1) of the number of `able`
+        peers; infinity while there are fewer."""
         times = sorted(self._times[peer] for peer in self._times.keys() & ready)
         enough = max(1, math.ceil(share * len(able)))
         return times[enough - 1] if len(times) >= enough else math.inf
 
     def of_most(self, voters: Set[str], ready: Set[str]) -> float:
-        """Return the time since which more than half of the voters are in `ready`; infinity while fewer are. Without
-        voters, return the time of the first ready peer.
+        """Return the time at which more than half of the voters had become ready, counting only those in `ready`;
+        infinity while there are fewer. If there are no voters, return the time at which the first peer became ready.
 
         One Ready is too few to start the grace: a peer that was late for the last entry is ready at once, and would use
         up the time of all others.
@@ -64,8 +64,8 @@ class ReadyTimes:
 
 
 class Awaited:
-    """The peers that a leader waits for before it begins a round. `peers` are those expected at the last call of
-    `look`, ready or not.
+    """The peers that a leader waits for before it begins a round. `look` updates `peers`, which includes those that are
+    ready already.
 
     A synchronous run waits for all of them until the grace is over, an asynchronous run until there are enough
     contributions and its slack is over. Neither waits for a peer whose own beats show that it needs longer.
@@ -82,12 +82,12 @@ class Awaited:
         self._me = me
         self._log = log
         self._settings = settings
-        self._away: dict[str, float] = {}  # minimum seconds until each peer is ready; 0 if its heartbeat does not tell
-        self._passed_over = set[str]()  # expected peers not awaited: they would be ready only after the wait's end
+        self._away: dict[str, float] = {}  # minimum seconds until each peer is ready; 0 if its speed is unknown
+        self._passed_over = set[str]()  # expected peers that the leader does not wait for, because they need too long
 
     def look(self, live: Mapping[str, Heartbeat], granted: Mapping[str, int], unreached: Collection[str]) -> None:
-        """Update `peers`: the live and reached peers that are at work on the entry with a lease and not late, or that
-        this leader `granted` samples. `granted` has the number of samples for each peer."""
+        """Update `peers` to the live and reached peers that the leader expects in the entry: those at work with a
+        lease, unless they are late, and joiners. `granted` maps each joiner to its number of granted samples."""
         leases = self._log.last.leases if self._log.last else ()
         besides = late(self._log, self._settings)
         given = {lease.peer: sample_count(lease.samples) for lease in leases if lease.peer not in besides}
@@ -101,18 +101,18 @@ class Awaited:
         self._away = {peer: self._seconds_away(given[peer], *report) for peer, report in reports.items()}
 
     def _is_at_work(self, beat: Heartbeat) -> bool:
-        """Return True if the peer trains, is ready or averages, or is in an entry newer than its heartbeat."""
+        """Return True if the heartbeat shows a peer at work, or dates from before an entry that has the peer."""
         is_older = beat.index < self._log.position.index
         return beat.state in PARTICIPATING or (is_older and beat.peer in self._log.roster)
 
     def _reported(self, beat: Heartbeat) -> tuple[int, float]:
-        """Return the inner step and the tokens per second from a peer's heartbeat; 0 tokens per second if unknown."""
+        """Return the inner step and the tokens per second that a heartbeat reports; 0 tokens per second if outdated."""
         is_current = beat.state is PeerState.TRAINING and beat.index == self._log.position.index
         return beat.inner_step, (beat.tokens_per_second or beat.speed) if is_current else 0.0
 
     def _seconds_away(self, count: int, inner_step: int, speed: float) -> float:
-        """Return the minimum seconds until a peer has trained its `count` samples for the entry; 0 if its speed is
-        unknown. The estimate allows for the inner step under way and a heartbeat that is two intervals old."""
+        """Return the minimum seconds until a peer has trained its `count` samples; 0 if `speed`, in tokens a second, is
+        0. The estimate assumes that an inner step is almost finished, and the heartbeat two intervals old."""
         if not speed:
             return 0.0
         settings = self._settings
@@ -121,8 +121,8 @@ class Awaited:
         return samples * settings.tokens_per_sample / speed - 2 * settings.timing.heartbeat
 
     def is_time(self, now: float, ready: Set[str], contributing: Set[str], voters: Set[str]) -> bool:
-        """Return True if the leader should begin a round: all expected peers are in `ready`; or more than half of the
-        expected voters are, and the wait is over. `contributing` are the ready peers whose work counts."""
+        """Return True if the leader should begin a round: all expected peers are in `ready`, or the leader has waited
+        long enough after most expected voters were ready. `contributing` are the ready peers whose work counts."""
         if self.peers <= ready:
             return True
         begun = self.times.of_most(self.peers & voters, ready)
@@ -130,16 +130,16 @@ class Awaited:
         return self._is_over(ready, SURELY * left, begun <= now) or self._are_enough(now, begun, ready, contributing)
 
     def _is_over(self, ready: Set[str], left: float, has_begun: bool) -> bool:
-        """Stop waiting for the peers that need more than `left` seconds. Return True if the wait has begun, and its
-        time is over or all other expected peers are in `ready`."""
+        """Stop waiting for peers that need more than `left` seconds. Return True if the wait has begun, and either no
+        time is left or all other expected peers are in `ready`."""
         self._passed_over = {peer for peer in self.peers - ready if self._away.get(peer, 0.0) > left}
         if left > 0:
             self.in_vain = self.peers - ready - self._passed_over
         return has_begun and (left <= 0 or self.are_all_in(ready))
 
     def _are_enough(self, now: float, begun: float, ready: Set[str], contributing: Set[str]) -> bool:
-        """Return True if an asynchronous run has enough contributions, and no further peer can be ready within the
-        slack. The slack starts when there are enough contributions and most voters are ready (at time `begun`)."""
+        """Return True if an asynchronous run has enough contributions, and no further peer can become ready within the
+        slack. The slack is counted from `begun`, or from the first time with enough contributions, if later."""
         share = self._settings.contributions
         if share is None:
             return False
@@ -148,9 +148,9 @@ class Awaited:
 
     @property
     def fewest(self) -> int:
-        """The number of expected peers that the leader waits for, including those that are ready already."""
+        """The number of peers that the leader waits for, including those that are ready already."""
         return len(self.peers) - len(self._passed_over)
 
     def are_all_in(self, ready: Set[str]) -> bool:
-        """Return True if all expected peers that the leader waits for are in `ready`."""
+        """Return True if all peers that the leader still waits for are in `ready`."""
         return self.peers <= ready | self._passed_over

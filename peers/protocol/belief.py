@@ -1,4 +1,5 @@
-"""The decision whether to accept other peers' entries and branches as the run's (R8, R13, R19, R21).
+"""The decision whether this peer accepts entries and branches of other peers as part of the run's log (R8, R13, R19,
+R21).
 
 A certified entry proves itself. Other evidence is needed for an entry that a minority or the founders made.
 """
@@ -20,7 +21,7 @@ from peers.protocol.replica import Replica
 
 
 class Belief:
-    """One peer's decisions about entries and branches that other peers show it. They change no state."""
+    """The rules by which one peer accepts entries and branches that other peers show. They change no state."""
 
     def __init__(self, context: Context, presence: Presence, replica: Replica) -> None:
         self._context = context
@@ -29,8 +30,8 @@ class Belief:
 
     # The next entry -------------------------------------------------------------------------------------------
     def support(self, certified: Certified, log: LogState) -> Support | None:
-        """Return an entry's support as its certificate proves it: certified or not, and the number of voters that
-        signed. Return None if the certificate is missing or not valid."""
+        """Check an entry's certificate. Return the number of voters that signed it, and whether they are enough; None
+        if the certificate is missing or not valid."""
         if certified.certificate is None:
             return None
         try:
@@ -39,8 +40,8 @@ class Belief:
             return None
 
     def entry(self, sender: str, certified: Certified, support: Support | None, was_asked: bool) -> Behind | None:
-        """Return the entry to replay, with the peers that may have its payload; None if this peer must not follow the
-        entry.
+        """Return the entry in `certified` with the peers that may have its payload, so that this peer can replay it.
+        Return None if this peer must not accept the entry.
 
         A certified entry may come from any peer. Another one must come from a peer that this one has asked, or whose
         heartbeat is further on, or from this peer itself, which has assembled the votes but does not have the payload.
@@ -58,7 +59,7 @@ class Belief:
             return None
         if not self._is_as_signed(sender, header):
             return None
-        if log.fragments > 1:  # with fragments, heartbeats do not show the entries that a peer has in this cycle
+        if log.fragments > 1:  # with several fragments, heartbeats do not show which of the cycle's entries a peer has
             donors |= {peer for peer, beat in live.items() if beat.head == header.previous}
         if not donors and header.payload != NO_PAYLOAD:
             return None
@@ -66,9 +67,8 @@ class Belief:
         return Behind(header, certified.certificate if support is not None else None, tuple(ordered))
 
     def _may_follow(self, header: Header, support: Support | None) -> bool:
-        """Return True if this peer may follow a minority's entry (R21): a voter signed it, or all voters have left or
-        none is live; too few live voters stayed outside it to make another entry; and this peer has the proofs of its
-        faults."""
+        """Return True if this peer may accept a minority's entry (R21). Two of the conditions: the live voters outside
+        the minority are no quorum, and this peer has proofs of the faults that the entry names."""
         presence, log = self._presence, self._replica.log
         goes_on_alone = self._context.settings.goes_on_alone
         if not (goes_on_alone or presence.are_all_gone(log) or are_most(log, header.peers)):
@@ -96,8 +96,8 @@ class Belief:
         return not replica.needs_signed_log or bool(replica.signed.vouched(heads))
 
     def may_found(self, founders: int) -> bool:
-        """Return True if this peer believes a founding by so many founders (R13): at least the manifest's minimum; or
-        fewer, if this peer has listened for the heartbeat expiry and heard too few others to reach that minimum."""
+        """Return True if this peer accepts a first entry with this number of `founders` (R13). It must be at least the
+        manifest's minimum, unless this peer has listened for the heartbeat expiry and heard too few peers."""
         context, timing = self._context, self._context.settings.timing
         least = context.settings.minimum_peers
         if founders >= least:
@@ -108,7 +108,8 @@ class Belief:
 
     # Another branch -------------------------------------------------------------------------------------------
     def branch(self, theirs: Branch, ours: Branch) -> Branch | None:
-        """Return the part of another peer's branch to accept as the run's log; None if no part is accepted, or not yet.
+        """Return the part of another peer's branch (`theirs`) that this peer accepts as the run's log. Return None if
+        it accepts no part, or cannot decide yet.
 
         Heads that archives signed decide first, and everything up to them is beyond doubt. Founders can invent their
         tokens, so of two foundings the one with more live peers counts.
@@ -116,7 +117,7 @@ class Belief:
         log, signed, founders = self._replica.log, self._replica.signed, theirs.founders
         vouched = signed.vouched(theirs.heads)
         if self._replica.needs_signed_log and not vouched:
-            return None  # `theirs` may be another founding, since it does not reach the signed head yet
+            return None  # `theirs` may have another first entry, since it does not reach the signed head yet
         if log.last is None and founders is not None and not vouched and not self.may_found(founders):
             return None
         for doubt in theirs.doubts:
@@ -141,8 +142,8 @@ class Belief:
         return theirs if theirs.is_better_than(ours) else None
 
     def _is_followed(self, doubt: LogState, branch: Branch) -> bool | None:
-        """Return True if this peer believes the entries of a branch that a minority made; None while it cannot decide.
-        `doubt` is the log before these entries."""
+        """Return True if this peer accepts the entries that a minority made on `branch`, False if not, None while it
+        cannot decide. `doubt` is the log before these entries."""
         if self._presence.are_all_gone(doubt):
             return True
         if not (are_most(doubt, branch.end.roster) or self._context.settings.goes_on_alone):

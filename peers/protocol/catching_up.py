@@ -21,8 +21,8 @@ from peers.protocol.replica import Replica
 
 
 class Search:
-    """The search for peers that are ahead of this peer. `question` limits how often this peer asks. `has_snapshot` is
-    true once a snapshot was loaded, or none was found: this peer then replays the remaining entries."""
+    """The search for peers that are ahead of this peer in the log. `question` limits how often this peer asks them.
+    Once this peer has tried to load a snapshot (`has_snapshot`), it replays entries, however many are missing."""
 
     def __init__(self, context: Context, presence: Presence, replica: Replica, belief: Belief) -> None:
         self.question = Repetition(context)
@@ -37,15 +37,15 @@ class Search:
 
     # The next entry -------------------------------------------------------------------------------------------
     def inquire(self, log: LogState) -> None:
-        """Ask the next member in turn, as a leader, whether it has this entry already. With one fragment this peer asks
-        no member, since heartbeats show the answer."""
+        """Ask a live member of the last entry, another one at each call, whether it already has the entry after `log`.
+        In a run with one fragment ask no member, because heartbeats show the answer."""
         others = sorted(peer for peer in self._presence.live() if peer in log.roster)
         if others and log.fragments > 1:
             self._inquired = next((peer for peer in others if peer > self._inquired), others[0])
             self._context.emit(Send(self._inquired, Inquire(position=log.position)))
 
     def look(self) -> None:
-        """Ask the peer that claims to be furthest ahead for the next entry, or for its log."""
+        """Ask the peer that claims to be furthest ahead for the next entry; if many are missing, for its log."""
         if self._replica.furthest is None:
             self.has_snapshot = False
         ahead, log = self._replica.claimant, self._replica.log
@@ -59,26 +59,26 @@ class Search:
             self.weigh(ahead)
         elif self._patience.is_over(ahead, log):
             self._presence.branches.pass_over(ahead)
-        else:  # ask for the cycle's first missing entry; the next questions ask for the others
+        else:  # ask for the cycle's first missing entry; later calls ask for the others
             self._context.emit(Send(ahead, Inquire(position=log.of(log.pending[0]).position)))
 
     def answered(self) -> None:
-        """Stop counting the seconds of the peer asked last: its entry is being fetched and applied."""
+        """Stop counting the seconds of the peer that was asked last, because its answer has arrived."""
         self._patience.answered()
 
     # Another log ----------------------------------------------------------------------------------------------
     def weigh(self, peer: str) -> None:
-        """Request a peer's log, to compare it with this peer's log, unless another peer's log is being fetched."""
+        """Request a peer's log, to compare it with this peer's, unless another peer's log is being fetched."""
         if self._weighed is None:
             self._weighed = peer
             others = tuple(sorted(self._presence.branches.donors() - {peer}))
             self._context.emit(FetchLineage(peer, self._presence.live()[peer].index, others))
 
     def on_seen(self, seen: LineageSeen) -> FarBehind | None:
-        """Return the donor of a snapshot and its least index if the donor's branch is better than this peer's;
-        otherwise None."""
+        """Handle a log that was fetched. If it is better than this peer's, return its sender as the donor of a
+        snapshot, with the lowest useful index; otherwise return None."""
         if seen.donor != self._weighed:
-            return None  # this peer is comparing another donor's log by now
+            return None  # this peer now compares another donor's log
         self._weighed = None
         theirs = self._belief.branch(seen.theirs, seen.ours)
         is_better = theirs is not None and (theirs.splits_from(seen.ours) or theirs.is_better_than(seen.ours))
@@ -101,40 +101,39 @@ class Search:
 
     # A snapshot -----------------------------------------------------------------------------------------------
     def far_behind(self) -> FarBehind | None:
-        """Return the peer that is furthest ahead as the donor of a snapshot, because no peer has the next entries any
-        more; None if no peer is ahead."""
+        """Return the peer that is furthest ahead as the donor of a snapshot; None if no peer is ahead. Call this if no
+        peer has the next entry's payload any more."""
         ahead = self._replica.furthest
         return self._far_behind(ahead) if ahead is not None else None
 
     def _far_behind(self, donor: str, common: int = 0) -> FarBehind:
-        """Return the donor and the lowest useful index of its snapshot: later than this peer's entry, and so recent
-        that other peers still have the entries after it (archives have all). If the donor is on a better branch but not
-        ahead, any index from `common`, the last place of both branches, on is useful."""
+        """Return the donor and the lowest useful index of its snapshot: after this peer's place if the donor is ahead,
+        otherwise `common`, the last place of both branches. Other peers must still have the entries after that
+        index."""
         index, beat = self._replica.log.position.index, self._presence.live()[donor]
         known_from = 0 if beat.state is PeerState.ARCHIVING else beat.index - RECENT_ENTRIES // 2
         return FarBehind(donor, max(index + 1 if beat.index > index else common, known_from))
 
     def fetched(self) -> None:
-        """Reset the search after a snapshot was loaded, or no donor gave one. In both cases this peer then replays
-        entries."""
+        """Reset the search after a try to load a snapshot, successful or not. This peer then replays entries."""
         self.has_snapshot, self._weighed = True, None
         self._patience = Patience(self._context, self._presence)
 
 
 class Patience:
-    """The seconds that each peer has taken to answer this peer's questions for the next entry, with a limit. The limit
-    is for all fragments of a cycle together, since a peer could send each entry at the last moment."""
+    """A limit on the seconds that each peer may take to answer this peer's questions for the next entry. It holds for
+    all fragments of a cycle together; otherwise a peer could use up the limit once for each fragment."""
 
     def __init__(self, context: Context, presence: Presence) -> None:
         self._context = context
         self._presence = presence
         self._place = b""
         self._waited: dict[str, float] = {}
-        self._asked: tuple[str, float] | None = None  # the peer asked last, and when; None once the peer has answered
+        self._asked: tuple[str, float] | None = None  # peer asked last, and the question's time; None after the answer
 
     def is_over(self, peer: str, log: LogState) -> bool:
-        """Return True if the peer has used up its seconds; otherwise record that this peer asks it now. A peer whose
-        seconds are used up gets the time of one question at its next turn."""
+        """Return True if the peer has used up its seconds; otherwise record that it is asked now. After True the peer
+        has time for one more question when its turn comes again."""
         self._charge()
         if self._place != log.position.head:
             self._place, self._waited = log.position.head, {}
@@ -146,13 +145,13 @@ class Patience:
         return True
 
     def answered(self) -> None:
-        """Count the seconds of the last question, less the pause between two questions, and stop counting."""
+        """Stop counting the asked peer's seconds. The last question counts, less one pause between questions."""
         self._charge(self._context.settings.timing.resend)
         self._asked = None
 
     def _charge(self, forgiven: float = 0.0) -> None:
         """Add the time since the last question, less `forgiven` seconds, to the asked peer's seconds. At most two
-        heartbeats count: while a peer claims to be ahead, this peer repeats its question at each heartbeat."""
+        heartbeat intervals count, because this peer repeats the question at each heartbeat."""
         if self._asked is not None:
             peer, since = self._asked
             waited = min(self._context.now - since, 2 * self._context.settings.timing.heartbeat)

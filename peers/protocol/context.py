@@ -1,4 +1,4 @@
-"""The context that the parts of one peer share: its id, settings, time and votes, and the effects for its driver."""
+"""The values that the parts of one peer share: its id, settings, time and votes, and the effects for its driver."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ fragments."""
 
 
 class Context:
-    """The context that one peer's parts share. `now` is the time of the current event, in seconds of the driver's
-    clock. `payloads` has the payload kind of each fragment. `round_times` has the seconds of this peer's last rounds,
-    and `experience` the peers that this peer leaves out as a leader."""
+    """The values that one peer's parts share. `now` is the time of the current event, in seconds of the driver's clock.
+    `payloads` has the payload kind of each fragment, `round_times` the durations of this peer's last rounds, and
+    `experience` the peers that this peer leaves out as a leader."""
 
     def __init__(
         self,
@@ -41,7 +41,7 @@ class Context:
         record: VotingRecord | None = None,
     ) -> None:
         """Args:
-        start: a number that no earlier start of this peer had.
+        start: the number of this start of the process; no earlier start of this peer had it.
         record: the votes of earlier starts. Without a record, or after a farewell, `start` becomes the new incarnation.
         """
         self.me = me
@@ -80,8 +80,8 @@ class Context:
         self.emit(*(Note("warning", f"{fault.peer} is proven to lie: {fault.kind}") for fault in faults))
 
     def number_of_work(self) -> int:
-        """Return the number for the next finished training. Numbers count up from this start's own number, so that no
-        two commitments of one incarnation have the same number (R10)."""
+        """Return a new number for a finished training. Numbers count up from the number of the process's start, so that
+        no two commitments of one incarnation have the same number (R10)."""
         self._works += 1
         return self._works
 
@@ -91,7 +91,7 @@ class Context:
         return self.votes.record.incarnation
 
     def is_farewell(self, peer: str, incarnation: int, departure: int, signature: bytes) -> bool:
-        """Return True if the peer has signed a farewell from the index `departure` on."""
+        """Return True if the peer has signed this farewell: it votes nowhere from the index `departure` on."""
         farewell = Departure(run=self.settings.run, peer=peer, incarnation=incarnation, index=departure)
         return self.keys.verify(peer, farewell.text, signature)
 
@@ -101,7 +101,6 @@ class OwnVotes:
     reason why this peer does not vote; empty if it votes."""
 
     def __init__(self, context: Context, record: VotingRecord) -> None:
-        """Create the votes from a voting record that is on the disk already, or that is empty."""
         self.record = record
         self.trouble = ""
         self._context = context
@@ -110,8 +109,8 @@ class OwnVotes:
         self._entered: dict[Position, Ballot] = {}
 
     def enter(self, position: Position, began: Ballot) -> bool:
-        """Record that this peer enters the round that the ballot `began` started, and return True. Return False if this
-        peer has entered that round or a newer one at the position: it would average its chunks anew (R10)."""
+        """Record that this peer enters the round that the ballot `began` started, and return True. Return False if it
+        has entered that round or a newer one before, because it would then average the same chunks twice (R10)."""
         if began <= self._entered.get(position, FIRST):
             return False
         self._entered.pop(position, None)
@@ -126,8 +125,8 @@ class OwnVotes:
         return not self._waiting
 
     def at(self, position: Position) -> VoterState | None:
-        """Return this peer's votes at a position; None once it has left the run. A peer that may have forgotten votes
-        at the position first becomes another incarnation (R11)."""
+        """Return this peer's votes at a position; None once it has left the run. If it may have forgotten votes at the
+        position, it first becomes another incarnation (R11)."""
         state = self.record.at(position)
         if state is Refusal.FORGOTTEN:
             self.begin_anew()
@@ -147,8 +146,8 @@ class OwnVotes:
         self._context.emit(*sends)
 
     def not_kept(self, reason: str) -> None:
-        """Forget the votes of the oldest waiting record, which the driver could not write, unless a newer record has
-        them, too."""
+        """Forget the votes of the oldest waiting record, because the driver could not write it. Votes that a newer
+        waiting record has, too, are kept."""
         self._waiting.popleft()
         if not self._waiting:
             self.record = self._on_disk
@@ -164,8 +163,8 @@ class OwnVotes:
         self._waiting = deque((self.record, ()) for _ in self._waiting)
 
     def close(self, position: Position) -> None:
-        """Mark a position as closed, since its entry is certified and in the log. The next vote writes the mark to the
-        disk."""
+        """Mark a position as closed, because its entry is certified and in the log. The mark is written to the disk
+        with the next vote."""
         self.record = self.record.closed(position)
 
     def leave(self, position: Position) -> Leaving:
@@ -201,15 +200,15 @@ class Repetition:
 
 
 class Answers:
-    """The answers that this peer gave within the last half of the pause between repeated messages: at most ANSWERS to
-    each peer, and none twice."""
+    """A limit on this peer's answers: within half of the pause between repeated messages, at most ANSWERS to each peer,
+    and no answer twice."""
 
     def __init__(self, context: Context) -> None:
         self._context = context
         self._given: dict[tuple[str, object], float] = {}
 
     def is_due(self, peer: str, about: object) -> bool:
-        """Return True if this peer should answer `peer` about the subject `about`, and count that answer."""
+        """Return True if this peer should answer `peer` about the subject `about` now. If so, count that answer."""
         now, pause = self._context.now, self._context.settings.timing.resend / 2
         self._given = {answer: since for answer, since in self._given.items() if now - since < pause}
         if (peer, about) in self._given or sum(one == peer for one, _ in self._given) >= ANSWERS:

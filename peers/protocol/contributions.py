@@ -1,4 +1,5 @@
-"""The commitments of one round's members to their contributions, and the factors that clip these (R3)."""
+"""The commitments of one round's members to their contributions, and the factors that shorten contributions with too
+large a norm (R3)."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ ROUNDING = 2.0
 
 @dataclass(frozen=True)
 class Contributions:
-    """The members' commitments, from a Begin, and the clipping of contributions whose norm is too large."""
+    """The members' commitments, as a Begin has them, and the limits on the norms of contributions."""
 
     chunks: int = 0
     commitments: Mapping[str, Contribution] = field(default_factory=dict)
@@ -47,14 +48,14 @@ class Contributions:
         return cls(begin.round.chunks, commitments, squares, clip, signature, weights)
 
     def clipped(self, absent: Collection[str] = ()) -> dict[str, float]:
-        """Return the clipping factors, below 1, of the members whose norms are too large beside the others'. `absent`
-        members are left out, because their commitments may be false."""
+        """Return a factor below 1 for each member whose contribution has too large a norm compared with the others'.
+        `absent` members are left out, because their commitments may be false."""
         present = {peer: weight for peer, weight in self.weights.items() if peer not in absent}
         return clipped(present, self.squares, self.clip) if self.squares else {}
 
     def longest(self, absent: frozenset[str] = frozenset()) -> float:
-        """Return the largest squared norm that one reducer's averages may have together: a mean is no longer than its
-        longest part. Members that are `absent` from all averages that this peer made do not count."""
+        """Return the largest squared norm that all averages of one reducer may have together, because the norm of a
+        mean is at most the largest norm of a contribution. Contributions of `absent` members do not count."""
         if not self.squares:
             return math.inf
         if absent not in self._longest:
@@ -65,7 +66,7 @@ class Contributions:
         return self._longest[absent]
 
     def has(self, sender: str, chunk: int, digest: bytes, proof: ChunkProof) -> bool:
-        """Return True if the proof links the digest of the sender's chunk to the sender's commitment."""
+        """Return True if the proof shows that a chunk with this digest is part of the sender's commitment."""
         committed = self.commitments.get(sender)
         return committed is not None and leads_to(committed.root, chunk, self.chunks, digest, proof)
 
@@ -75,14 +76,14 @@ UNKNOWN = Contributions()
 
 
 def clipped(weights: Mapping[str, float], squares: Mapping[str, float], clip: float) -> dict[str, float]:
-    """Return the clipping factors, below 1, of the members whose norm exceeds `clip` times the median norm."""
+    """Return a factor below 1 for each member whose norm (root of `squares`) exceeds `clip` times the median."""
     longest = clip * math.sqrt(median(weights, squares))
     norms = {peer: math.sqrt(squares[peer]) for peer in weights}
     return {peer: longest / norm for peer, norm in norms.items() if norm > longest}
 
 
 def median(weights: Mapping[str, float], squares: Mapping[str, float]) -> float:
-    """Return the weighted median of the squared norms: the smallest that at least half of the weight does not exceed.
+    """Return the weighted median: the smallest squared norm so that members with half of the weight have no larger one.
 
     Weights keep many members with little work from deciding it. Of two members with equal weights it takes the smaller
     norm, since a step that is too short can be made up later.
@@ -96,7 +97,7 @@ def median(weights: Mapping[str, float], squares: Mapping[str, float]) -> float:
 
 
 def informed(begin: Begin, log: LogState) -> tuple[Collection[str], Collection[str]]:
-    """Return the members that need all commitments of a Begin, and the members that need the norms.
+    """Return the members that need all commitments of a Begin, and those that need at least the contributions' norms.
 
     Members that average need all commitments; in a small round all members do, since each checks an average now and
     then. Voters need the norms, to recognize averages that are too long.
@@ -110,17 +111,17 @@ def informed(begin: Begin, log: LogState) -> tuple[Collection[str], Collection[s
 
 
 class OwnersSignatures:
-    """The signatures of the members' commitments, received with their chunks. Each is verified once in a round."""
+    """The signatures of members' commitments, which arrive with their chunks. Each is verified only once in a round."""
 
     def __init__(self, round: Round, keys: Keys | None) -> None:
-        """Create the store for one round. If `keys` is None, it verifies no signature."""
+        """Create the store for one round. If `keys` is None, no signature is verified."""
         self._members = {member.peer: member for member in round.contributors}
         self._round = round
         self._keys = keys
         self._checked: dict[str, Commitment] = {}
 
     def checked(self, peer: str, contribution: Contribution | None, signature: bytes | None) -> Commitment | None:
-        """Return the member's signed commitment if the signature is valid; otherwise None."""
+        """Return the member's commitment with its `signature` if that is valid; otherwise None."""
         if peer in self._checked:
             return self._checked[peer]
         if peer not in self._members or contribution is None or signature is None:

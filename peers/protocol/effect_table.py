@@ -21,8 +21,8 @@ class Handling(NamedTuple):
 
 
 def row(kind: type[E], handler: Callable[[E], object]) -> Handling:
-    """Return a row of the driver's table. Its signature lets the type checker see that the handler takes this kind of
-    effect."""
+    """Return a row of the driver's table. With these parameter types, the type checker refuses a handler that takes
+    another kind of effect."""
     return Handling(kind, handler)
 
 

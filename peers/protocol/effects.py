@@ -31,8 +31,8 @@ class Train(InnerLoop, Effect):
 
 @dataclass(frozen=True)
 class KeepVotes(Effect):
-    """A request to write the voting record to the disk, in the order of emission. The driver answers with VotesKept or
-    VotesNotKept."""
+    """A request to write the voting record to the disk; records are written in the order of the requests. The driver
+    answers with VotesKept or VotesNotKept."""
 
     record: VotingRecord
 
@@ -44,15 +44,15 @@ class StopTraining(Effect):
 
 @dataclass(frozen=True)
 class OpenRound(Effect):
-    """A request to allocate memory for a round's chunks. It ends earlier rounds of the same fragment."""
+    """A request to allocate memory for a round's chunks, and to end earlier rounds of the same fragment."""
 
     round: Round
 
 
 @dataclass(frozen=True)
 class SendChunk(Effect):
-    """A request to send a chunk: an average (`reduced`) with the names of the members `absent` from it, or this peer's
-    own blocks with the `signature` of its commitment. The driver answers with ChunkSent or ChunksUnsent."""
+    """A request to send a chunk: an average (if `reduced`) with the names of the members `absent` from it, or this
+    peer's own blocks with the `signature` of its commitment. The driver answers with ChunkSent or ChunksUnsent."""
 
     round_name: RoundName
     to: str
@@ -76,7 +76,7 @@ class ReduceChunk(Effect):
 
     @property
     def weights(self) -> list[tuple[str, float]]:
-        """The members, each with the factor for its blocks: its weight times its clipping factor."""
+        """Each member with the factor for its blocks: its weight, times its clipping factor if it has one."""
         return [
             (peer, weight * self.clipped[peer] if peer in self.clipped else weight) for peer, weight in self.members
         ]
@@ -101,8 +101,8 @@ class FetchPayload(Effect):
 
 @dataclass(frozen=True)
 class Apply(Effect):
-    """A request to take the outer step with the header's payload, or without payload for a skipped fragment. The driver
-    answers with Applied, and after a cycle's last entry with Digested.
+    """A request to take the outer step with the header's payload; a skipped fragment has no payload. The driver answers
+    with Applied, and after a cycle's last entry with Digested, too.
 
     The certificate and the `proofs` of the header's faults are kept with the entry. With `keeps_work` the training
     under way is for a later entry, and goes on. `amendment` was in force in the header's cycle.
@@ -117,9 +117,9 @@ class Apply(Effect):
 
 @dataclass(frozen=True)
 class FetchLineage(Effect):
-    """A request to fetch and check the donor's log up to `index`, from where it differs from this peer's log. `others`
-    are peers that may serve its beginning. It replaces an earlier FetchLineage; the driver answers with LineageSeen or
-    LineageNotSeen."""
+    """A request to fetch and check the part of the donor's log, up to `index`, that differs from this peer's log.
+    `others` are asked for entries that the donor does not have. A later request replaces this one. The driver answers
+    with LineageSeen or LineageNotSeen."""
 
     donor: str
     index: int
@@ -128,8 +128,8 @@ class FetchLineage(Effect):
 
 @dataclass(frozen=True)
 class FetchSnapshot(Effect):
-    """A request to load a state of the donor's lineage, at index `least` or later, from the donor or one of the
-    `others`. The driver answers with SnapshotRestored or SnapshotFailed."""
+    """A request to load theta and momentum from a snapshot of the donor's lineage at index `least` or later, sent by
+    the donor or one of the `others`. The driver answers with SnapshotRestored or SnapshotFailed."""
 
     donor: str
     others: tuple[str, ...] = ()
@@ -162,7 +162,7 @@ class Dropped(Effect):
 @dataclass(frozen=True)
 class TokensLost(Effect):
     """A request to log and count trained tokens of this peer that are in no entry of its log. `what` is "work" if an
-    entry was made without them, "entries" if they are in entries of a lineage that the peer has left."""
+    entry was made without them, "entries" if their entries are in a lineage that the peer has left."""
 
     what: str
     tokens: int
@@ -172,7 +172,7 @@ class TokensLost(Effect):
 @dataclass(frozen=True)
 class Trouble(Effect):
     """A request to show the volunteer, and other peers through the heartbeat, why this peer's training does not count,
-    and the remedy. An empty `reason` clears the display. `level` is as in Note."""
+    and the remedy. An empty `reason` clears the message. `level` is as in Note."""
 
     reason: str
     level: str = "warning"

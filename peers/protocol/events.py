@@ -31,8 +31,8 @@ class Tick(Event):
 @dataclass(frozen=True)
 class HeartbeatsSeen(Event):
     """The newest heartbeat of each peer that this peer hears. `silences` are the seconds since each peer was last heard
-    (0 if not named). `unheard` are peers that this peer does not hear, but whose fresh heartbeats the DHT or other
-    peers have."""
+    (0 for a peer that is not in it). `unheard` are peers that this peer does not hear, but whose fresh heartbeats the
+    DHT or other peers have."""
 
     heartbeats: tuple[Heartbeat, ...]
     silences: Mapping[str, float] = field(default_factory=dict)
@@ -69,8 +69,8 @@ class TrainingProgress(Event):
 
 @dataclass(frozen=True)
 class Captured(Event):
-    """One fragment of a training that is not finished, quantized. `trained` names no samples, because only the closing
-    entry of a cycle names samples."""
+    """The quantized result of one fragment, from a training that is still under way. `trained` names no samples,
+    because only the closing entry of a cycle names samples."""
 
     fragment: int
     trained: Trained
@@ -94,8 +94,8 @@ class ContributionArrived(Event):
 
 @dataclass(frozen=True)
 class BadBlocks(Event):
-    """The arrival of wrong data, which the driver dropped: blocks of `sender`, or an average that `sender` signed
-    (`reduced`). `evidence` is a proof that other peers can check, if there is one."""
+    """The arrival of wrong data, which the driver dropped: blocks of `sender`, or an average that `sender` signed if
+    `reduced` is true. `evidence` is a proof that other peers can check, if there is one."""
 
     round_name: RoundName
     sender: str
@@ -107,8 +107,8 @@ class BadBlocks(Event):
 
 @dataclass(frozen=True)
 class ReducedArrived(Event):
-    """The completion of a chunk's average, without blocks of the `absent` members. `sender` is the peer that delivered
-    it, or this peer if it averaged the chunk itself; `origin` is then None and `squares`, the squared norm, 0."""
+    """The arrival of a chunk's average, without blocks of the `absent` members, from the peer `sender`. If this peer
+    averaged the chunk itself, it is the sender, `origin` is None, and `squares` (the squared norm) is 0."""
 
     round_name: RoundName
     sender: str
@@ -121,7 +121,7 @@ class ReducedArrived(Event):
 
 @dataclass(frozen=True)
 class AverageRefuted(Event):
-    """The result of a spot check: a chunk's blocks have another average than the one that its reducer signed."""
+    """The result of a spot check: the average of a chunk's blocks differs from the average that its reducer signed."""
 
     round_name: RoundName
     reducer: str
@@ -130,7 +130,7 @@ class AverageRefuted(Event):
 
 @dataclass(frozen=True)
 class ChunkSent(Event):
-    """The confirmation by `peer` that it received a chunk: an average (`reduced`), or this peer's own blocks."""
+    """The confirmation by `peer` that it received a chunk: an average if `reduced`, else this peer's own blocks."""
 
     round_name: RoundName
     peer: str
@@ -150,7 +150,7 @@ class ChunksUnsent(Event):
 
 @dataclass(frozen=True)
 class NothingToTrain(Event):
-    """The end of the run, after its last outer step: the workers rest, and this peer serves the state to others."""
+    """The end of the run, after its last outer step: the workers rest, and this peer only sends the state to others."""
 
 
 @dataclass(frozen=True)
@@ -176,7 +176,7 @@ class PayloadAssembled(Event):
 
 @dataclass(frozen=True)
 class PayloadFetched(Event):
-    """The arrival of a payload from a donor or the log. `trouble` says why it is not on the disk; empty if it is."""
+    """The arrival of a payload from a donor or our log. `trouble` says why it is not on the disk; empty if it is."""
 
     header: Header
     trouble: str = ""
@@ -190,7 +190,8 @@ class PayloadNotFetched(Event):
 
 @dataclass(frozen=True)
 class RateMeasured(Event):
-    """The rate of this machine's link each way, in bytes a second, from a round or a test; 0 if unknown."""
+    """The rate of this machine's link in each direction, in bytes a second, measured in a round or test; 0 if
+    unknown."""
 
     rate: int
 
@@ -236,7 +237,7 @@ class SnapshotFailed(Event):
 
 @dataclass(frozen=True)
 class LineageSeen(Event):
-    """The result of FetchLineage: the donor's log and this peer's own, each from the last place that both have."""
+    """The result of FetchLineage: the donor's log and this peer's own, each from the last place that both logs have."""
 
     donor: str
     theirs: Branch
@@ -251,7 +252,7 @@ class LineageNotSeen(Event):
 
 @dataclass(frozen=True)
 class SignedHeadsSeen(Event):
-    """The heads that the run's archives have signed, as far as this peer knows; `ours` are the heads of its own log at
+    """The heads that the run's archives have signed, as far as this peer knows. `ours` are the heads of its own log at
     the same indices."""
 
     signed: SignedHeads
@@ -260,7 +261,7 @@ class SignedHeadsSeen(Event):
 
 @dataclass(frozen=True)
 class AmendmentSeen(Event):
-    """An amendment of the run's organiser that was given to this machine, not received from another peer."""
+    """An amendment of the run's organiser that the volunteer has given to this machine; other peers did not send it."""
 
     amendment: Amendment
 
@@ -268,7 +269,7 @@ class AmendmentSeen(Event):
 @dataclass(frozen=True)
 class HeadsSeen(Event):
     """The heads of consecutive cycles up to `index`, oldest first, from the log on this machine's disk. A peer that
-    began with a snapshot does not have the heads before it in memory."""
+    began with a snapshot does not have the heads before the snapshot in memory."""
 
     index: int
     heads: tuple[bytes, ...]

@@ -50,8 +50,8 @@ the chunks that it averages."""
 
 
 class Exchange:
-    """The progress of one round at one member. `payload` is the digest of the payload, once the member has all averages
-    that the leader proposes."""
+    """The progress of one round at one member. `payload` is the digest of the payload once the member has all averages,
+    or all that the leader proposes; None before."""
 
     def __init__(
         self,
@@ -109,22 +109,22 @@ class Exchange:
         now: float,
         contributions: Contributions = UNKNOWN,
     ) -> list[Effect]:
-        """Return the effects of a later ballot, in which heirs average some reducers' chunks within `seconds`.
+        """Return the effects of a later ballot, in which heirs average the chunks of some reducers within `seconds`.
 
         An heir of a large round may learn the commitments only now.
         """
         self._now = now
         if contributions.commitments or not self.contributions.commitments:
             self.contributions = contributions
-        self.averages.marks = b""  # the marks were those of an earlier ballot's proposal
+        self.averages.marks = b""  # the stored marks were those of an earlier ballot's proposal
         for part in self._reducers.add(heirs).get(self.me, ()):
             self._reducing.add([chunk for chunk in part if chunk not in self.averages.ours], now, seconds)
             self._reducing.silent |= self.averages.absent_from_ours()
         return self._ask_for_blocks() + self._reduce(self._reducing.waiting)
 
     def tick(self, now: float, live: Collection[str]) -> list[Effect]:
-        """Return the effects that average the chunks that are due, and that send data again if it may be lost. `live`
-        are the peers that this peer hears."""
+        """Return the effects that average the chunks that need not wait for blocks any longer, and that send data again
+        if it may be lost. `live` are the peers that this peer hears."""
         self._now, self._live = now, frozenset(live)
         effects = self._reduce(self._reducing.waiting)
         if self._outbox.is_time(now):
@@ -134,7 +134,7 @@ class Exchange:
 
     # The Part for the leader, and its proposal ------------------------------------------------------------------
     def part(self) -> Part | None:
-        """Return the Part for the leader once this reducer has averaged all of its chunks; None before."""
+        """Return the message Part for the leader if this reducer has averaged all of its chunks; otherwise None."""
         ours = self.averages.ours
         if self._reducing.is_waiting or not ours:
             return None
@@ -143,7 +143,8 @@ class Exchange:
         return self._part
 
     def proposed(self, marks: bytes) -> list[Effect]:
-        """Store a proposal's marks. Return the effects that fetch those marked averages that are missing."""
+        """Store a proposal's marks, which name the averages that count. Return the effects that fetch the missing
+        ones."""
         if len(marks) != MARK_BYTES * min(self.round.chunks, MARKED) or marks == self.averages.marks:
             return []
         self.averages.marks = marks
@@ -161,7 +162,7 @@ class Exchange:
 
     @property
     def is_whole(self) -> bool:
-        """True if this member has the whole payload: the proposed one, if there is a proposal."""
+        """True if this member has the whole payload (if there is a proposal, the proposed one)."""
         return self.payload is not None
 
     def absent(self) -> dict[str, int]:
@@ -169,7 +170,7 @@ class Exchange:
         return self.averages.absent()
 
     def outcome(self) -> RoundOutcome | None:
-        """Return the outcome of the round by the averages that this member has; None while some are missing."""
+        """Return the outcome of the round if this member has all averages; otherwise None."""
         return self.averages.outcome()
 
     # Incoming data ------------------------------------------------------------------------------------------------
@@ -200,7 +201,7 @@ class Exchange:
         that the member averages."""
         if want.round != self.name or sender not in self.round.peers or sender == self.me:
             return []
-        mask = slice(-(-self.round.chunks // 8))  # a few bytes can name half a million chunks that are not in the round
+        mask = slice(-(-self.round.chunks // 8))  # a short set can name half a million chunks beyond the round's
         asked = [chunk for chunk in chunks_in(want.averages[mask]) if chunk < self.round.chunks]
         missing = set(filter(self.wants_average, asked))
         for chunk in missing:
@@ -216,7 +217,6 @@ class Exchange:
 
     # Data that the exchange accepts -------------------------------------------------------------------------------
     def is_with(self, peer: str) -> bool:
-        """Return True if the peer is a member of the round."""
         return peer in self.round.peers
 
     def format_of(self, peer: str) -> int:
@@ -224,7 +224,7 @@ class Exchange:
         return self._formats.get(peer, 0)
 
     def formats(self, reduce: ReduceChunk) -> list[int]:
-        """Return the format number of each member's blocks in an average, in the order of their summation."""
+        """Return the format number of each member's blocks in the average, in the order of their summation."""
         return [self.format_of(peer) for peer, _ in reduce.weights]
 
     def wants_blocks(self, sender: str, chunk: int) -> bool:
@@ -232,7 +232,7 @@ class Exchange:
         return self._reducing.wants(sender, chunk)
 
     def wants_average(self, chunk: int) -> bool:
-        """Return True if this peer does not have a chunk's average, or has another one than the proposal names."""
+        """Return True if a chunk's average is missing here, or is not the one that the proposal names."""
         return chunk < self.round.chunks and not self.averages.is_right(chunk)
 
     def is_wanted(self, averaged: Averaged) -> bool:
@@ -250,20 +250,20 @@ class Exchange:
         return chunk in self.averages.ours or self._reducing.has(sender, chunk)
 
     def commitment(self, sender: str, signature: bytes | None) -> Commitment | None:
-        """Return a member's signed commitment if the member's signature is valid; otherwise None."""
+        """Return a member's commitment with the `signature` if that is valid; otherwise None."""
         return self._signatures.checked(sender, self.contributions.commitments.get(sender), signature)
 
     def is_vouched_for(self, averaged: Averaged) -> bool:
-        """Return True if a member that may average the chunk has signed this average. For a proposed average that is
-        any contributor, since the leader may have named an heir that is unknown to this peer."""
+        """Return True if a member that may average the chunk has signed this average. Any contributor may have signed
+        the average that the proposal names, because the leader may have chosen an heir that is unknown to this peer."""
         able: Collection[str] = self._reducers.of(averaged.chunk)
         if self.averages.marks and self.averages.is_marked(averaged):
             able = self._weights.keys()
         return averaged.reducer in able and is_lawful(self.round, averaged) and self.averages.is_signed(averaged)
 
     def is_too_long(self, averaged: Averaged, squares: float) -> bool:
-        """Return True if this average would make the squared norm of its reducer's averages larger than the
-        contributions allow."""
+        """Return True if the reducer's averages, this one included, have a larger squared norm together than the
+        contributions allow. `squares` is the squared norm of this average."""
         longest = self.contributions.longest(self.averages.absent_from_ours())
         return self.averages.squares_with(averaged, squares) > longest
 
@@ -276,7 +276,6 @@ class Exchange:
         return ReduceChunk(self.name, chunk, members, absent, clipped)
 
     def _reduce(self, chunks: Iterable[int]) -> list[Effect]:
-        """Return the effects that average those chunks whose blocks are complete or whose wait is over."""
         if self.averages.marks:
             return []
         begun = [chunk for chunk in chunks if self._reducing.begins(chunk, self._now, self._live)]
@@ -287,7 +286,7 @@ class Exchange:
         return tuple(peer for peer in self._weights if peer in missing)
 
     def _averaged(self, event: ReducedArrived) -> list[Effect]:
-        """Store an average, this peer's own or another's. Return the effects that send or assemble averages."""
+        """Store an average of this peer or another. Return the effects that send averages, or assemble the payload."""
         chunk = event.chunk
         effects: list[Effect] = []
         if event.sender == self.me:
@@ -317,7 +316,7 @@ class Exchange:
         return self._send(self._outbox.owe(others, reduced, chunks))
 
     def _give(self, peer: str, averages: Sequence[int]) -> list[Effect]:
-        """Return the effects that send averages to a member that has asked for them, as far as GIVEN allows."""
+        """Return the effects that send a member averages for which it has asked, up to the limit GIVEN."""
         averages = averages[: max(0, GIVEN * self.round.chunks - self._outbox.asked[peer])]
         self._outbox.asked[peer] += len(averages)
         return self._owe([peer], True, averages)
@@ -346,7 +345,7 @@ class Exchange:
         ]
 
     def _ask_for_averages(self) -> list[Effect]:
-        """Return requests for the proposed averages that are missing and that no member is sending."""
+        """Return requests for the proposed averages that are missing here and that no member is sending."""
         if not self.averages.marks:
             return []
         asked = self._search.ask(self.averages.lacking(), self._now, self._live)
@@ -357,7 +356,7 @@ class Exchange:
 
 class Reducing:
     """The chunks that this peer averages, the members whose blocks have arrived, and the times at which the wait for
-    the others ends."""
+    further blocks ends."""
 
     def __init__(self, givers: Collection[str], me: str) -> None:
         self.under_way: set[int] = set()
@@ -366,7 +365,8 @@ class Reducing:
         """Members that have sent this peer no blocks: as an heir, this peer does not wait for their blocks again."""
         self._givers = frozenset(givers)
         self._me = me
-        self._times: dict[int, tuple[float, float]] = {}  # by chunk: end of the wait for unheard members, and for all
+        # By chunk: the time at which the wait for unheard members ends, and the time at which the wait for all ends.
+        self._times: dict[int, tuple[float, float]] = {}
         self._arrived: defaultdict[int, set[str]] = defaultdict(set)
         self._bad: defaultdict[int, set[str]] = defaultdict(set)
 
@@ -380,7 +380,6 @@ class Reducing:
         return bool(self._times)
 
     def is_ours(self, chunk: int) -> bool:
-        """Return True if this peer must average the chunk and has not averaged it yet."""
         return chunk in self._times
 
     def add(self, chunks: Iterable[int], now: float, seconds: float) -> None:
@@ -403,7 +402,7 @@ class Reducing:
         self._arrived[chunk].add(sender)
 
     def spoiled(self, sender: str, chunk: int) -> None:
-        """Exclude a member's bad blocks from a chunk's average. An average under way with them is computed anew."""
+        """Exclude a member's bad blocks from a chunk's average. If the average is under way, it is computed anew."""
         if chunk in self._times and sender != self._me:
             self._bad[chunk].add(sender)
             self._arrived[chunk].discard(sender)
@@ -413,7 +412,7 @@ class Reducing:
         return self._givers - self._arrived[chunk]
 
     def begins(self, chunk: int, now: float, live: frozenset[str]) -> bool:
-        """Mark a chunk as being averaged, unless this peer must wait for blocks. Return True if it is marked now."""
+        """Mark a chunk as being averaged, unless this peer must wait for blocks. Return True if it does so."""
         if chunk not in self._times or chunk in self.under_way:
             return False
         gone, due = self._times[chunk]
@@ -440,7 +439,7 @@ Flight = tuple[str, bool, int]
 
 
 class Outbox:
-    """The chunks that this peer must send to others. A chunk under way is sent again only after ChunksUnsent."""
+    """The chunks that this peer must send to others. A chunk being sent is sent again only after ChunksUnsent."""
 
     def __init__(self, now: float, resend: float) -> None:
         self.asked: Counter[str] = Counter()
@@ -460,7 +459,7 @@ class Outbox:
         return True
 
     def not_under_way(self, peer: str, chunks: Iterable[int]) -> list[int]:
-        """Return those of the chunks whose blocks this peer is not sending to `peer` at present."""
+        """Return the chunks, among those given, whose blocks this peer is not sending to `peer` at present."""
         return [chunk for chunk in sorted(chunks) if not self._owed.get((peer, False, chunk))]
 
     def owe(self, peers: Sequence[str], reduced: bool, chunks: Iterable[int]) -> list[Flight]:
@@ -479,21 +478,21 @@ class Outbox:
                 self._owed[peer, reduced, chunk] = False
 
     def overdue(self, live: Collection[str]) -> list[Flight]:
-        """Return the transfers to repeat now: chunks reported unsent, to peers that are heard."""
+        """Return the transfers to repeat now: those that were reported unsent, if their peer is heard."""
         due = [flight for flight, is_under_way in self._owed.items() if not is_under_way and flight[0] in live]
         self._owed |= dict.fromkeys(due, True)
         return due
 
 
 class AverageSearch:
-    """The search for proposed averages that this peer does not have: the member to ask for each.
+    """The choice of the members to ask for proposed averages that this peer does not have.
 
     A reducer sends its averages unasked, to all at once; over a thin uplink that takes as long as the exchange. So this
     peer waits for a member that still delivers, and asks for each chunk one member at a time.
     """
 
     def __init__(self, me: str, members: Sequence[str], reducers: Reducers, longest: float) -> None:
-        """Create a search that waits at most `longest` seconds for one chunk, even if its member delivers others."""
+        """Create a search that waits at most `longest` seconds for a chunk, whatever else the asked member delivers."""
         place = members.index(me) if me in members else 0
         self._others = [*members[place + 1 :], *members[:place]]
         self._me = me
@@ -503,15 +502,15 @@ class AverageSearch:
         self._came: dict[str, float] = {}  # time at which each member last delivered an average
 
     def begin(self, lacking: Iterable[int], replaced: Collection[int], now: float) -> None:
-        """Start the search for the chunks in `lacking`. Chunks to be `replaced` are requested at once, since no member
-        sends these without a request."""
+        """Start the search for the averages of the chunks in `lacking`. Chunks in `replaced` are requested at once,
+        because this peer has another average of them, so no member sends the right one without a request."""
         self._asked = {chunk: (self._reducers.of(chunk)[0], now) for chunk in lacking if chunk not in replaced}
 
     def came(self, peer: str, now: float) -> None:
         self._came[peer] = now
 
     def ask(self, lacking: Iterable[int], now: float, live: Collection[str]) -> Mapping[str, list[int]]:
-        """Return the chunks to request now, by the member to ask."""
+        """Return the chunks whose averages to request now, by the member to ask."""
         asked: defaultdict[str, list[int]] = defaultdict(list)
         for chunk in lacking:
             sources = [peer for peer in self._sources(chunk) if peer in live]
@@ -528,8 +527,8 @@ class AverageSearch:
         return now - max(since, self._came.get(source, since)) >= STALLED or now - since >= self._longest
 
     def _sources(self, chunk: int) -> list[str]:
-        """Return all other members in the order to ask: first those that may have averaged the chunk, then the rest in
-        an order that differs by chunk."""
+        """Return all other members in the order to ask for a chunk: first those that may have averaged it, then the
+        rest in an order that differs by chunk."""
         first = [peer for peer in self._reducers.of(chunk) if peer != self._me]
         turn = chunk % len(self._others) if self._others else 0
         rest = self._others[turn:] + self._others[:turn]

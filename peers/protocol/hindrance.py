@@ -46,7 +46,7 @@ AS_MEANT = frozenset({Kind.ON_PROBATION, Kind.WAITING, Kind.ALL_ELSE_GONE})
 
 @dataclass(frozen=True)
 class Hindrance:
-    """A reason why this peer's training may not count. With `is_vain` it certainly does not count."""
+    """A reason why this peer's training may not count. If `is_vain` is true, it certainly does not count."""
 
     kind: Kind
     reason: str
@@ -54,8 +54,8 @@ class Hindrance:
 
 
 class Hindrances:
-    """The hindrance that this peer finds at present, and the one that it shows to the volunteer. `is_aside` is true
-    once nothing that this peer trains can count."""
+    """The hindrance that this peer finds at present, and the one that the volunteer sees. `is_aside` is true while
+    nothing that this peer trains can count."""
 
     def __init__(self, context: Context, presence: Presence, trainer: Trainer, replica: Replica) -> None:
         self.is_aside = False
@@ -78,8 +78,8 @@ class Hindrances:
         return self._context.now - self._alone_since >= SHOWN_AFTER
 
     def look(self, leader: str | None) -> None:
-        """Find this peer's hindrance, and show the volunteer one that has lasted for SHOWN_AFTER seconds. `leader`
-        leads the first view."""
+        """Find this peer's present hindrance, and show it to the volunteer once its kind has lasted for SHOWN_AFTER
+        seconds. `leader` is the leader of the first view."""
         now, found, others = self._context.now, self._find(leader), self._others
         if _kind(found) != _kind(self._found):
             self._found_since = now
@@ -98,8 +98,8 @@ class Hindrances:
 
     @property
     def _others(self) -> set[str]:
-        """The ids of the other peers: trainers that this peer hears, peers with fresh heartbeats elsewhere, and peers
-        of the last entry."""
+        """The ids of the other peers: trainers that this peer hears, peers that only others hear, and peers of the last
+        entry."""
         heard = {beat.peer for beat in self._presence.live().trainers}
         return heard.union(self._presence.unheard, self._replica.log.incarnations) - {self._context.me}
 
@@ -142,7 +142,7 @@ class Hindrances:
         if not unreached & others:
             return None
         has_led = log.last is not None and log.last.leader == leader and self._context.me not in log.roster
-        # A peer that is cut off also falls behind, so falling behind does not end the hindrance.
+        # A peer that is cut off also falls behind in the log, so falling behind does not end the hindrance.
         is_certain = self.is_aside or _kind(self._found) is Kind.CUT_OFF or not self._replica.is_behind
         if leader in unreached and is_certain and (others <= unreached or has_led):
             return Hindrance(Kind.CUT_OFF, f"this peer cannot reach the leader {leader}; {REACH_REMEDY}", is_vain=True)

@@ -38,8 +38,7 @@ class WorkEnds:
 # To the replica -------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class EntryMade:
-    """The log's next entry. The entry is final, and this peer has its payload. `certificate` has the votes for it, if
-    any."""
+    """The log's next entry, which is final. This peer has its payload. `certificate` has the votes for it, if any."""
 
     header: Header
     certificate: Certificate | None
@@ -57,8 +56,8 @@ class Behind:
 
 @dataclass(frozen=True)
 class FarBehind:
-    """The donor of a snapshot at index `least` or later, needed because this peer cannot catch up by replaying
-    entries."""
+    """The order to fetch a snapshot at index `least` or later from `donor`, because this peer cannot catch up by
+    replaying entries."""
 
     donor: str
     least: int = 0
@@ -66,7 +65,7 @@ class FarBehind:
 
 @dataclass(frozen=True)
 class NoneAhead:
-    """The end of catching up, because no peer is ahead of this peer any more."""
+    """The order to end catching up, because no peer is ahead of this peer any more."""
 
 
 # To the round ---------------------------------------------------------------------------------------------------
@@ -91,4 +90,4 @@ class Host(Protocol):
         """Leave the run if the volunteer has asked for it and no exchange is under way any more."""
 
     def inquire(self, round: EntryRound) -> None:
-        """Ask another member, as the leader, whether it has the round's entry already."""
+        """Ask another member whether it already has the round's entry. Only the round's leader does so."""

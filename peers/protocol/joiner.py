@@ -34,12 +34,12 @@ class Joiner:
 
     @property
     def knows_peers(self) -> bool:
-        """True if this peer has polled for other peers, and waits for no more links to them."""
+        """True if this peer has looked for other peers, and waits for no more links to them."""
         return self._presence.membership.polled and not self._presence.seeks_links
 
     def may_start(self) -> bool:
         """Return True if this peer has entries of the run or hears peers at work, or if it may found the run now. A
-        founding needs the minimum of peers, time for them to hear each other, and no head signed by an archive."""
+        founding requires that enough peers have had time to hear each other, and that no archive has signed a head."""
         live = self._presence.live()
         if self._replica.needs_signed_log:
             return False
@@ -61,8 +61,8 @@ class Joiner:
             self._context.emit(Send(leader, request))
 
     def holds_back(self) -> bool:
-        """Return True if this peer delays a founding, because it hears founders that it cannot reach and that might
-        found a second run."""
+        """Return True if this peer delays the run's first entry, because it hears founders that it cannot reach and
+        that might found a second run."""
         if not self._founders_out_of_reach():
             self._held_back_since = None
             return False

@@ -72,21 +72,21 @@ class Leader:
 
     # Messages of other peers ----------------------------------------------------------------------------------
     def on_lease_request(self, request: LeaseRequest, sender: str) -> None:
-        """Grant samples to a joiner if this peer leads, or if the joiner granted this peer its lease: that joiner
-        cannot lead."""
+        """Grant samples to a joiner if this peer leads. Also do so if the joiner granted this peer its lease: a peer
+        that asks for samples does not lead itself."""
         self._seat.look()
         if self._seat.is_led_by_us or sender == self._seat.granted_by:
             self.readiness.ask_lease(sender, request, self._replica.state_digest)
 
     def on_ready(self, ready: Ready, sender: str) -> None:
-        """Store a member's Ready for a view that this peer leads, and act on the lock or the refusal that it shows."""
+        """Store a member's Ready for a view that this peer leads. Act on the lock or refusal that it shows."""
         is_news = self.readiness.view_of(sender) != ready.view or ready.lock is not None
         if not self.readiness.take(sender, ready, self._replica.state_digest):
             return
         lock = choice_of(ready.lock).ballot if ready.lock and ready.lock.certificate else None
         for named in (ready.refused, ready.round.ballot if ready.round else None, lock):
             if named is not None and named.view == self._seat.pacemaker.view:
-                # an honest peer names no attempt above this limit
+                # Ignore attempts that are MISSED_ATTEMPTS or more above this peer's own: no honest peer names them.
                 ahead = named.attempt if named.attempt < self._attempt + MISSED_ATTEMPTS else 0
                 self._attempt = max(self._attempt, ahead)
         if ready.view != self._seat.pacemaker.view or not self._seat.is_led_by_us:
@@ -141,7 +141,7 @@ class Leader:
 
     def _may_vote(self, ready: Mapping[str, Ready]) -> bool:
         """Return True if the ready peers can make the entry. For two graces the peers that are not late (R7) must be
-        enough by themselves, since a late peer may not get the payload in time to vote."""
+        enough by themselves, because late peers may not get the payload in time to vote."""
         incarnations = _incarnations(ready)
         if not self._seat.attendance.is_enough(incarnations):
             return False
@@ -187,14 +187,14 @@ class Leader:
         self._exchange(Round(name=name, shares=dealt, committed=committed, group=group), "begins", ready)
 
     def _without_liars(self, ready: Mapping[str, Ready]) -> Mapping[str, Ready]:
-        """Return the ready peers without those proven to lie, if these are enough: an entry can only exclude peers that
-        are not its members."""
+        """Return the ready peers that no proof convicts of a lie; if they are no quorum, all ready peers. Convicted
+        peers are left out because an entry cannot name faults of its own members."""
         honest = {peer: one for peer, one in ready.items() if not self._context.evidence.has_convicted(peer)}
         is_quorum = self._seat.attendance.is_quorum(_incarnations(honest))
         return honest if is_quorum and self.readiness.contributing(honest) else ready
 
     def _unfinished(self, ready: Mapping[str, Ready]) -> Round | None:
-        """Return the round that this peer is in, if a quorum is in it and no ballot has continued it yet; otherwise
+        """Return the round that this peer is in, if a quorum is in it and no leader has continued it yet; otherwise
         None."""
         exchange = self._seat.exchange
         if exchange is None or not self._seat.is_fresh or exchange.round.group:
@@ -242,7 +242,7 @@ class Leader:
             self._context.emit(*(Send(peer, message) for peer in receivers))
 
     def _collect(self, begun: Begin) -> None:
-        """Propose the round's outcome once all Parts have arrived, or name heirs for reducers that are dead or too
+        """Propose the round's outcome once all Parts have arrived. Name heirs for reducers that are dead or too
         late."""
         assert self._parts is not None
         if (outcome := self._parts.outcome()) is not None:
@@ -311,7 +311,7 @@ class Leader:
             return None
 
     def _skip(self, ready: Mapping[str, Ready], group: Group) -> None:
-        """Propose an entry that skips the fragment, since no ready peer has trained it (R15)."""
+        """Propose an entry that skips the fragment, because no ready peer has trained it (R15)."""
         try:
             header = self._seat.here.next_header(self.readiness.roster(ready), NO_PAYLOAD, None)
         except LogError as error:
@@ -321,7 +321,7 @@ class Leader:
         self._propose(propose, tuple(ready))
 
     def _propose_prepared(self, prepared: Certified, ready: Mapping[str, Ready]) -> None:
-        """Propose a prepared header again, without an exchange: the header may be committed already."""
+        """Propose a prepared header again, without an exchange, because the header may be committed already."""
         seat = self._seat
         group = () if seat.attendance.is_quorum(_incarnations(ready)) else seat.attendance.group
         propose = Propose(
@@ -351,8 +351,8 @@ class Leader:
             self._sent_at[peer] = context.now
 
     def _press(self, propose: Propose, prepared: Certified | None, ready: Mapping[str, Ready]) -> None:
-        """Replace this peer's proposal if the Readys show why it has no quorum of votes: a heavier lock, or refusals
-        that a new ballot, header or round can avoid."""
+        """Replace this peer's proposal if Readys show why too few peers vote for it: a heavier lock, or refusals that a
+        new ballot, header or round can avoid."""
         voter, resend = self._seat.voter, self._context.settings.timing.resend
         if self._do_without_signers(propose, ready) or self._context.now - self._at < resend:
             return
@@ -360,7 +360,7 @@ class Leader:
             self._propose_prepared(prepared, ready)
             return
         if voter.prepared is not None and choice_of(voter.prepared).ballot == propose.ballot:
-            return  # voters are giving vote 2
+            return  # the header is prepared, and voters are giving vote 2
         refusals = {
             REFUSALS[one.reason] for one in ready.values() if one.refused == propose.ballot and one.reason in REFUSALS
         }
@@ -370,8 +370,8 @@ class Leader:
             self._propose_anew(propose, refusals)
 
     def _do_without_signers(self, propose: Propose, ready: Mapping[str, Ready]) -> bool:
-        """Withdraw the proposal, and have other members average anew the chunks of signers that are proven to lie, or
-        whose averages this peer or too many members cannot get. Return True if the proposal is withdrawn."""
+        """Withdraw the proposal if it has averages that this peer or too many members cannot get, or whose signers are
+        proven to lie. Others then average the chunks of these signers anew. Return True if it is withdrawn."""
         exchange, begun, parts = self._seat.exchange, self._begun, self._parts
         if begun is None or parts is None or begun.round.name != propose.round:
             return False
@@ -389,8 +389,8 @@ class Leader:
         return bool(wrong)
 
     def _named_by_enough(self, named: Mapping[str, Iterable[str]]) -> set[str]:
-        """Return the named peers to leave out, the most often named first, until this peer and the ready peers that
-        name no other can make the entry. `named` has the names from each ready peer."""
+        """Choose peers to leave out, the most often named first, until enough ready peers for the entry name no further
+        peer. `named` maps each ready peer to the peers that it names."""
         ready = {self._context.me: self._context.incarnation} | _incarnations(self.readiness.of(self._view))
         found = set[str]()
         while True:
@@ -401,8 +401,8 @@ class Leader:
             found.add(max(by, key=lambda name: (by[name], name)))
 
     def _does_without_strangers(self, propose: Propose, ready: Mapping[str, Ready]) -> bool:
-        """Exclude newcomers that voters do not hear (R5), if the refusals of these voters keep the proposal from a
-        quorum. Return True if newcomers are excluded."""
+        """Exclude newcomers that voters do not hear (R5), if these voters' refusals keep the proposal from a quorum.
+        Return True if newcomers are excluded."""
         new = {one.peer for one in propose.header.roster if not self._seat.log.counts(one.peer, one.incarnation)}
         refusing = self._refusing(propose, ready, STRANGER)
         strangers = self._named_by_enough({peer: new.intersection(one.named) for peer, one in refusing.items()})
@@ -410,8 +410,8 @@ class Leader:
         return bool(strangers)
 
     def _does_without_amendment(self, propose: Propose, ready: Mapping[str, Ready]) -> bool:
-        """Leave out an amendment that voters cannot follow, if the refusals of these voters keep the proposal from a
-        quorum (R18). Return True if the amendment is left out."""
+        """Leave out an amendment that voters cannot follow, if these voters' refusals keep the proposal from a quorum
+        (R18). Return True if the amendment is left out."""
         refusing = self._refusing(propose, ready, NOT_FOLLOWED)
         are_too_many = bool(self._named_by_enough({peer: [NOT_FOLLOWED] for peer in refusing}))
         self.readiness.is_amendment_left_out |= are_too_many
@@ -424,8 +424,8 @@ class Leader:
         return {peer: one for peer, one in ready.items() if (one.refused, one.reason) == (propose.ballot, reason)}
 
     def _propose_anew(self, propose: Propose, refusals: set[Refusal]) -> None:
-        """Propose the same outcome in another ballot, with a header that keeps the votes of peers that members hear. Do
-        nothing if header and group stay the same, unless a voter has refused the ballot itself."""
+        """Propose the same outcome in a new ballot, with a header that no longer calls voters gone that members hear.
+        Do nothing if header and group stay the same, unless a voter has refused the ballot itself."""
         group = self._seat.attendance.group if propose.group else ()
         header: Header | None = propose.header
         if propose.justify is None and self._begun is not None and self._parts is not None:
@@ -446,16 +446,16 @@ class Leader:
         self._propose(again, self.asked)
 
     def _is_heavier(self, prepared: Certified, propose: Propose) -> bool:
-        """Return True if a prepared header must replace the proposal: the header's certificate is heavier than the one
-        that the proposal shows, and is not of the proposal's own ballot."""
+        """Return True if a prepared header must replace the proposal: its certificate is from another ballot, and
+        heavier than the one that the proposal shows."""
         choice = choice_of(prepared)
         if choice.ballot == propose.ballot:
             return False
         return propose.justify is None or propose.justify.choice.weight < choice.weight
 
     def _heaviest(self, ready: Mapping[str, Ready]) -> Certified | None:
-        """Return the heaviest prepared header that this peer or a ready peer knows (R4), of an older ballot than this
-        peer's next. A false certificate costs signature checks, so each is checked only once."""
+        """Return the heaviest prepared header that this peer or a ready peer knows (R4), if its ballot is older than
+        this peer's next. Each false certificate is checked only once, because checks of signatures take time."""
         voter, next_ballot = self._seat.voter, Ballot(view=self._view, attempt=self._attempt + 1)
         false = self.readiness.false_locks
         shown = {peer: one.lock for peer, one in ready.items() if one.lock and one.lock.certificate}
@@ -473,8 +473,8 @@ class Leader:
         return None if is_foreign else heaviest
 
     def _gone(self, named: Iterable[str], group: Group) -> tuple[str, ...]:
-        """Return the voters that the entry calls gone: all but those `named` and those that this peer or too many
-        members hear. A minority's entry calls all voters gone that are not named."""
+        """Return the voters that the entry calls gone: all except those in `named`, and those that this peer or too
+        many members hear. A minority's entry calls all voters gone that are not in `named`."""
         log, timing = self._seat.log, self._context.settings.timing
         if not log.closes:
             return ()
@@ -489,7 +489,7 @@ class Leader:
 
     # Repeating messages -------------------------------------------------------------------------------------------
     def _remind(self, peer: str, ready: Ready) -> None:
-        """Send the Begin or the proposal again to a member that, by its Ready, has not received that message."""
+        """Send the Begin or the proposal again to a member if its Ready shows that it has not received that message."""
         now, resend = self._context.now, self._context.settings.timing.resend
         is_due = now - self._sent_at.get(peer, -resend) >= AGAIN * resend
         begun, propose = self._begun, self._proposed

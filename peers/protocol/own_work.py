@@ -33,7 +33,7 @@ class Objection:
 
 
 class OwnWork:
-    """This peer's contribution to an entry, once the trainer has finished."""
+    """This peer's finished training for one entry, its commitment to that training, and its Ready."""
 
     def __init__(self, context: Context, presence: Presence, trainer: Trainer, log: LogState) -> None:
         self.trained: Trained | None = None
@@ -59,7 +59,7 @@ class OwnWork:
         self._wants = 0 if is_whole else steps * settings.samples_per_lease // settings.inner_steps
 
     def member(self) -> Member:
-        """Return this peer's share in the entry, as its Ready states it."""
+        """Return this peer's record as a member of the entry, with the values that its Ready states."""
         assert self.trained is not None
         return Member(
             peer=self._context.me,
@@ -71,7 +71,7 @@ class OwnWork:
         )
 
     def commitment(self) -> Commitment | None:
-        """Return the signed commitment to the training, signed once for each training; None without tokens."""
+        """Return the signed commitment to the finished training; None if it has no tokens. It is signed only once."""
         if self.trained is None or not self.trained.tokens or self.trained.contribution is None:
             return None
         root, context = self.trained.contribution, self._context
@@ -83,8 +83,8 @@ class OwnWork:
         return self._committed[2]
 
     def is_taken_by(self, round: Round) -> bool:
-        """Return True if the round's roster has this peer's work as stated; on probation, with the tokens that
-        count."""
+        """Return True if the round's roster has this peer's work as its Ready states it. On probation the roster may
+        have the tokens that count instead."""
         if self.trained is None:
             return False
         mine = [member for member in round.roster if member.peer == self._context.me]
@@ -94,8 +94,8 @@ class OwnWork:
 
     def is_stated_by(self, begin: Begin) -> bool:
         """Return True if the Begin has this peer's own commitment unchanged, and all commitments or norms that this
-        peer needs. Otherwise the round may be of an earlier start or training, whose chunks this peer may have averaged
-        already."""
+        peer needs. Otherwise the round may be from before a restart or a new training, and this peer may have averaged
+        its chunks already."""
         me, ours, stated = self._context.me, self.commitment(), begin.commitments
         need_all, need_norms = informed(begin, self._log)
         norms = Norms.of(stated) if stated else begin.norms
@@ -119,8 +119,8 @@ class OwnWork:
         refused: Ballot | None,
         objection: Objection | None,
     ) -> Ready:
-        """Return the Ready for the leader of a view. `objection` is this peer's objection to the proposal of the ballot
-        `refused`."""
+        """Return the Ready for the leader of a view. `objection` is this peer's reason against the proposal of the
+        ballot `refused`."""
         presence, member = self._presence, self.member()
         return Ready(
             position=self._log.position,
@@ -147,8 +147,8 @@ class OwnWork:
         )
 
     def _heard_besides(self, exchange: Exchange | None) -> tuple[str, ...]:
-        """Return the voters that this peer hears outside its round, or without a round outside the last entry: a leader
-        that does not hear them would call them gone."""
+        """Return the voters that this peer hears and that are not in its round (if it is in none: not in the last
+        entry). A leader that does not hear these voters would call them gone."""
         if self._log.last is None or not self._log.closes:
             return ()
         expiry = self._context.settings.timing.heartbeat_expiry

@@ -22,8 +22,8 @@ grace."""
 @dataclass(frozen=True)
 class Pace:
     """The manifest's settings that determine the pace. `lease_tokens` and `inner_steps` are those of a whole lease;
-    `smallest_share` is the smallest lease as a share of a whole one. `contributions` is the share of contributions with
-    which an asynchronous round begins; None in a synchronous run."""
+    `smallest_share` is the smallest lease as a share of a whole one. An asynchronous run begins a round with the share
+    `contributions` of the possible contributions; None in a synchronous run."""
 
     inner_steps: int
     lease_tokens: int
@@ -51,11 +51,11 @@ class Pace:
     # Amount of training ---------------------------------------------------------------------------------------
     @property
     def least_steps(self) -> int:
-        """The inner steps of the smallest lease. False speeds of other peers cannot make a peer train fewer."""
+        """The number of inner steps of the smallest lease. No peer trains fewer, whatever speeds other peers claim."""
         return math.ceil(self.smallest_share * self.inner_steps)
 
     def steps(self, speed: float, fastest: float) -> int:
-        """Return the inner steps that a peer of this speed makes while the fastest peer makes all."""
+        """Return the inner steps that a peer of this `speed` makes while the `fastest` peer makes all of its own."""
         if speed >= EQUALLY_FAST * fastest and self._is_in_time(speed, fastest):
             return self.inner_steps
         own = speed / fastest * self.inner_steps
@@ -64,18 +64,18 @@ class Pace:
         return min(self.inner_steps, max(math.ceil(own), self.least_steps))
 
     def _steps_of_late(self, own: float) -> int:
-        """Return the inner steps of an asynchronous peer that cannot finish the smallest lease in one cycle: those that
-        fill whole cycles, so that the peer does not idle until the next entry. `own` are the steps that fit into a
-        cycle."""
+        """Return the inner steps of an asynchronous peer that needs more than one cycle for the smallest lease: that
+        lease's steps, rounded up to fill whole cycles, so that the peer does not idle. `own` are the steps that fit
+        into one cycle."""
         sure = (1 - LATE_SHARE) * own
-        # The quotient may be infinite, since other peers may claim any speed.
+        # Checked before the division, whose quotient may be infinite, since other peers may claim any speed.
         if self.least_steps > (1 + self.staleness) * sure:
             return min(self.inner_steps, self.least_steps)
         return min(self.inner_steps, int(math.ceil(self.least_steps / sure) * sure))
 
     def _is_in_time(self, speed: float, fastest: float) -> bool:
-        """Return True if a peer finishes all inner steps within half of the fastest peer's grace (or slack) after that
-        peer. The other half allows for errors in the speeds."""
+        """Return True if a peer finishes all inner steps at most half of the grace (or slack) after the fastest peer.
+        The other half allows for errors in the speeds."""
         if speed >= fastest:
             return True
         training = self.lease_tokens / fastest
@@ -83,26 +83,27 @@ class Pace:
         return self.lease_tokens / speed - training <= patience / 2
 
     def steps_beside(self, speed: float, others: Collection[float]) -> int:
-        """Return the inner steps of a lease with which a peer finishes together with the others; all of them if its
-        speed is unknown."""
+        """Return the number of inner steps with which a peer finishes together with the `others`; all of a lease's
+        steps if its own speed is unknown."""
         return self.steps(speed, self._fastest(speed, others)) if speed else self.inner_steps
 
     def steps_of_grant(self, steps: int, speed: float, others: Collection[float]) -> int:
-        """Return the inner steps of a grant that a peer makes; the other granted samples stay in the pool. In an
-        asynchronous run a slower peer makes the steps that fit until the fastest peer has made all of its own."""
+        """Return the number of inner steps that a peer makes of the `steps` in a grant; samples beyond that stay in the
+        pool. In an asynchronous run the number is in proportion to the peer's speed, compared with the fastest
+        peer's."""
         fastest = self._fastest(speed, others)
         if self.contributions is None or not speed or speed >= fastest:
             return min(steps, self.steps_beside(speed, others))
         return max(1, int(steps * speed / fastest))
 
     def _fastest(self, speed: float, others: Collection[float]) -> float:
-        """Return the highest speed that other peers claim, capped at the speed with which a median peer still keeps up
-        by the smallest lease. The cap keeps a minority of liars from making all others train almost nothing."""
+        """Return the highest speed that other peers claim, but at most the median speed divided by `smallest_share`.
+        The limit keeps a minority of liars from making all others train almost nothing."""
         return min(max(others, default=0.0), median_high([speed, *others]) / self.smallest_share)
 
     def is_too_slow(self, speed: float, usual: float) -> bool:
-        """Return True if a peer would lose its lease before it has trained the smallest one, given the `usual` speed of
-        the others."""
+        """Return True if a peer of this speed would lose its lease before it has trained the smallest one. `usual` is
+        the others' median speed."""
         return 0 < speed * (1 + self.staleness) < self.least_steps / self.inner_steps * usual
 
     def overlap_seconds(self, speed: float) -> float:
@@ -112,16 +113,15 @@ class Pace:
 
     # Waiting time ----------------------------------------------------------------------------------------------
     def grace(self, training: float | None) -> float:
-        """Return the seconds for which ready peers wait for the others. `training` is the seconds of the last training;
-        None if unknown."""
+        """Return the seconds for which ready peers wait for the others. `training` is the duration of the last training
+        in seconds; None if unknown."""
         if training is None:
             return self.timing.grace
         usual = min(self.timing.grace, max(GRACE_SHARE * training, 3 * self.timing.heartbeat))
         return max(usual, min(LATE_SHARE * training, self.timing.partition_grace))
 
     def slack(self, training: float | None, round: float = 0.0, usual: float = 0.0) -> float:
-        """Return the seconds for which an asynchronous run with enough contributions waits for peers that are almost
-        ready.
+        """Return the seconds for which an asynchronous run that has enough contributions waits for further peers.
 
         Waiting costs nothing while workers make the overlap's inner steps, less the time of a round. The slack is at
         least the error of the speeds and a heartbeat, because a peer that is a moment late idles until the next entry.

@@ -21,7 +21,7 @@ LONGEST = 5.0
 
 
 def death(timing: Timing) -> float:
-    """Return the death time in seconds: after it, a peer's death is known and messages about the death have arrived."""
+    """Return the death time in seconds: so long after a peer's death, all other peers know of it."""
     return timing.heartbeat_expiry + 2 * timing.heartbeat
 
 
@@ -44,8 +44,8 @@ class RoundTimes:
 
 
 class Pacemaker:
-    """The view timer of one position. `view` is the peer's current view, and `leader` the peer that leads it. `reached`
-    is the view that this peer's beats name.
+    """The view timer of one position. `view` is the peer's current view, and `leader` its leader. `reached` is the view
+    that this peer's beats name.
 
     The timer alone raises `reached`. The peer keeps its leader until a quorum has reached a later view, so that all
     change leaders together. A leader that is not heard is skipped at once; if it is heard again, its view goes on with
@@ -100,20 +100,20 @@ class Pacemaker:
         self.reached = max(self.reached, self.view)
 
     def begun(self, seconds: float) -> None:
-        """Record that this view's leader has begun an exchange with a time limit of so many seconds, or has proposed
-        without an exchange (0). The first such call in a view restarts the timer (R2)."""
+        """Record that this view's leader has begun an exchange with a time limit of so many seconds; 0 if the leader
+        has proposed without an exchange. The first such call in a view restarts the timer (R2)."""
         if self.view not in self._begun:
             self._begun[self.view] = seconds
             self._spent[self.view] = 0.0
 
     def voted(self, view: int) -> None:
-        """Move to a later view in which this peer has voted, since it votes in no earlier one any more."""
+        """Move on to the view in which this peer has voted, if later, because it votes in no earlier view any more."""
         self._rise(view)
 
     def limit(self, grace: float) -> float:
-        """Return the seconds after which this view times out, counted from its leader's Begin if there is one (R2). A
-        Begin adds a multiple of the exchange's time limit, with a cap by the usual round. The cap doubles after each
-        view that ended in spite of a Begin."""
+        """Return the seconds after which this view times out (R2). A leader's Begin restarts the count, and adds a
+        multiple of the exchange's time limit, capped by the usual duration of a round. Each view that timed out after a
+        Begin doubles the cap."""
         usual, timing = self._times.usual, self._timing
         needed = timing.round_timeout if usual is None else MARGIN * usual
         seconds = max(grace + min(needed, LONGEST * timing.round_timeout), death(timing))
@@ -133,8 +133,8 @@ class Pacemaker:
 
 
 def named_by_quorum(views: Mapping[str, int], is_quorum: Callable[[Collection[str]], bool]) -> int:
-    """Return the highest view that a quorum has reached, given the view of each peer that is heard; 0 if there is
-    none."""
+    """Return the highest view that a quorum has reached; 0 if there is none. `views` has the view of each peer that is
+    heard."""
     for view in sorted(set(views.values()), reverse=True):
         if is_quorum([peer for peer, reached in views.items() if reached >= view]):
             return view

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class Reducers:
-    """The members that may average each chunk of a round: the chunk's reducer, and the heirs that later ballots name.
+    """The members that may average each chunk of a round: the chunk's reducer, and its heirs, which later ballots name.
 
     A reducer's part is a run of consecutive chunks. The member with the first part rotates with the log's head, so that
     a pair of members without a link misses other chunks each time.
@@ -58,8 +58,8 @@ class Reducers:
         return {chunk for owner in owners for chunk in self.parts.get(owner, ())}
 
     def add(self, heirs: Iterable[tuple[str, str]]) -> dict[str, list[range]]:
-        """Add the heirs of some reducers, as pairs of reducer and heir. Return the new parts of each heir. Only a
-        contributor can be an heir, since an average has at least the blocks of its maker."""
+        """Add heirs, as pairs of reducer and heir. Return the new parts of each heir. Only a contributor can be an
+        heir, because each average contains the blocks of the peer that made it."""
         new: defaultdict[str, list[range]] = defaultdict(list)
         for owner, heir in heirs:
             if owner in self.parts and heir in self._able and heir != owner and heir not in self._heirs[owner]:
@@ -72,7 +72,7 @@ class Averages:
     """The signed averages of one round that this peer has received or made."""
 
     def __init__(self, me: str, round: Round, keys: Keys | None) -> None:
-        """Create an empty store. Without `keys` it checks no signature, and leaves this peer's own signatures empty."""
+        """Create an empty store. Without `keys` no signature is checked, and this peer's own signatures are empty."""
         self.ours: dict[int, Averaged] = {}
         """The averages that this peer has signed. In `_here` another reducer's may have replaced them."""
         self.marks = b""
@@ -102,16 +102,16 @@ class Averages:
         return self._keys.verify(averaged.reducer, text, averaged.origin.signature)
 
     def is_marked(self, averaged: Averaged) -> bool:
-        """Return True if the proposal names this average. A proposal has no marks for chunks beyond MARKED, so that any
-        average of these is accepted."""
+        """Return True if the proposal names this average. Chunks beyond MARKED have no marks in a proposal, so each
+        average of them is accepted."""
         if averaged.chunk >= MARKED:
             return True
         mark = self.marks[averaged.chunk * MARK_BYTES : (averaged.chunk + 1) * MARK_BYTES]
         return mark == statement_of(self._round, averaged).mark
 
     def keep(self, averaged: Averaged, squares: float = 0.0) -> bool:
-        """Store a signed average in place of any other of its chunk. `squares` is the average's squared norm. Return
-        True if another average was replaced."""
+        """Store a signed average in place of an earlier one of the same chunk. `squares` is the average's squared norm.
+        Return True if an earlier one was replaced."""
         chunk, before = averaged.chunk, self._here.get(averaged.chunk)
         self._given[averaged.reducer] = self.squares_with(averaged, squares)
         if before is not None and before.reducer != averaged.reducer:
@@ -121,26 +121,26 @@ class Averages:
         return before is not None
 
     def of(self, chunk: int) -> Averaged | None:
-        """Return the average of a chunk that this peer has; None if it has none."""
+        """Return the average of a chunk that this peer has stored; None if there is none."""
         return self._here.get(chunk)
 
     def squares_with(self, averaged: Averaged, squares: float) -> float:
-        """Return the squared norm of the averages that this peer has of this average's reducer, with this one."""
+        """Return the squared norm that the stored averages of this average's reducer have together with this one."""
         before = self._here.get(averaged.chunk)
         replaced = self._squares[averaged.chunk] if before and before.reducer == averaged.reducer else 0.0
         return self._given[averaged.reducer] - replaced + squares
 
     @property
     def are_whole(self) -> bool:
-        """True if this peer has the averages of all chunks: the proposed ones, if there is a proposal."""
+        """True if this peer has the averages of all chunks (if there is a proposal, the proposed ones)."""
         return len(self._here) == self._round.chunks and not self.lacking()
 
     def lacking(self) -> list[int]:
-        """Return the chunks whose average is missing, or differs from the proposed one."""
+        """Return the chunks whose average is missing, or is not the proposed one."""
         return [chunk for chunk in range(self._round.chunks) if not self.is_right(chunk)]
 
     def is_right(self, chunk: int) -> bool:
-        """Return True if this peer has an average of the chunk: the proposed one, if there is a proposal."""
+        """Return True if this peer has an average of the chunk (if there is a proposal, the proposed one)."""
         here = self._here.get(chunk)
         if here is None or not self.marks or chunk >= MARKED:
             return here is not None
@@ -163,7 +163,7 @@ class Averages:
         return _absent_from(self._round, self._here.values())
 
     def outcome(self) -> RoundOutcome | None:
-        """Return the outcome of the round by the averages that this peer has; None while some are missing."""
+        """Return the outcome of the round if this peer has the averages of all chunks; otherwise None."""
         return round_outcome(self._round, self._here)
 
 
@@ -177,7 +177,7 @@ class RoundOutcome(NamedTuple):
 
 
 def round_outcome(round: Round, averages: Mapping[int, Averaged]) -> RoundOutcome | None:
-    """Return the outcome of a round by the average of each chunk; None while some are missing."""
+    """Return the outcome of a round if `averages` has an average of each chunk; otherwise None."""
     if len(averages) < round.chunks:
         return None
     if not round.chunks:
@@ -194,7 +194,7 @@ def _absent_from(round: Round, averages: Iterable[Averaged]) -> dict[str, int]:
 
 
 def is_lawful(round: Round, averaged: Averaged) -> bool:
-    """Return True if an average's absent members are valid: contributors in roster order, not its reducer."""
+    """Return True if an average names valid absent members: contributors, in roster order, and not its reducer."""
     absent, among = averaged.absent, set(averaged.absent)
     in_order = tuple(member.peer for member in round.contributors if member.peer in among)
     return absent == in_order and averaged.reducer not in among
@@ -204,7 +204,7 @@ class Parts:
     """The averages that a round's leader has received in the reducers' Parts."""
 
     def __init__(self, round: Round, keys: Keys | None = None) -> None:
-        """Create an empty store, which checks no signature if `keys` is None."""
+        """Create an empty store. If `keys` is None, no signature is checked."""
         self._round = round
         self._reducers = Reducers(round)
         self._averages = Averages("", round, keys)
@@ -214,7 +214,7 @@ class Parts:
 
     def take(self, sender: str, part: Part, heirs: Iterable[tuple[str, str]] = ()) -> bool:
         """Store the signed averages from the Part of a reducer or of an heir; the first average of a chunk counts. Drop
-        a sender with a false signature, since each costs time to check. Return True if the whole Part was valid."""
+        a sender with a false signature, because each check takes time. Return True if the whole Part was valid."""
         self._reducers.add(heirs)
         if part.round != self._round.name or sender in self.dropped:
             return False
@@ -249,10 +249,10 @@ class Parts:
         return tuple(dict.fromkeys(self._taken[chunk].reducer for chunk in chunks if chunk in self._taken))
 
     def missing(self) -> tuple[str, ...]:
-        """Return the reducers that have a chunk in their part without any average, of their own or of an heir."""
+        """Return the reducers whose part has a chunk without a stored average by the reducer or an heir."""
         parts = self._reducers.parts.items()
         return tuple(peer for peer, part in parts if any(chunk not in self._taken for chunk in part))
 
     def outcome(self) -> RoundOutcome | None:
-        """Return the outcome of the round by the Parts received; None while averages are missing."""
+        """Return the outcome of the round if the Parts received have all averages; otherwise None."""
         return round_outcome(self._round, self._taken)

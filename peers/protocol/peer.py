@@ -108,7 +108,7 @@ class Peer:
     ) -> None:
         """Args:
         payloads: one kind of payload for each fragment.
-        start: a number that no earlier start of this peer had.
+        start: the number of this start of the process; no earlier start of this peer had it.
         lineage: the log up to the present theta and momentum; None before the first entry.
         record: the votes of earlier starts (R10).
         """
@@ -170,7 +170,7 @@ class Peer:
             case ReachSeen(reach, rates, sought):
                 if self.presence.reachability.observe(reach, rates, sought):
                     cycle.look_for_hindrance()
-            case AverageRefuted(name, reducer, chunk):  # warns the volunteer only, since other peers cannot check it
+            case AverageRefuted(name, reducer, chunk):  # only warns the volunteer, since other peers cannot check it
                 self._context.emit(Note("warning", f"{reducer} averaged chunk {chunk} of {name} wrongly"))
             case RateMeasured(rate):
                 self.presence.rate = rate or self.presence.rate
@@ -212,7 +212,6 @@ class Peer:
                 raise LocalProtocolError(f"unknown event: {event!r}")
 
     def _take(self, fragment: int, event: Event) -> None:
-        """Pass the event to the fragment's round, if the round is still open."""
         round = self.rounds.get(fragment)
         if round is not None:
             round.take(event)
@@ -253,18 +252,15 @@ class Peer:
                     context.emit(Dropped(sender, "proof", str(error)))
 
     def _round_at(self, position: Position) -> EntryRound | None:
-        """Return the open round for a position, if the position is in this peer's cycle; otherwise None."""
         is_here = position.is_in_cycle_of(self.log.position)
         return self.rounds.get(position.fragment) if is_here else None
 
     def _is_decided(self, position: Position) -> bool:
-        """Return True if the entry at a position is committed, as far as this peer knows."""
         round = self._round_at(position)
         return round is None or round.is_decided
 
     def _receive_here(self, sender: str, message: Message | Unread, round: EntryRound) -> None:
-        """Handle a message about a position that has an open round. A message that does not fit the peer's state is
-        dropped."""
+        """Handle a message about a position with an open round. Drop a message that does not fit the peer's state."""
         cycle, leader = self._cycle, round.leader
         match message:
             case Begin() | Want() | Propose() | Vote() | Certified():
@@ -287,7 +283,7 @@ class Peer:
 
     @property
     def round(self) -> EntryRound:
-        """The round whose entry closes the cycle; once that entry is made, the open round of the highest fragment."""
+        """The round whose entry closes the cycle. Once that entry is made, the open round with the highest fragment."""
         return self._cycle.round
 
     @property
@@ -297,7 +293,7 @@ class Peer:
 
     @property
     def view(self) -> int:
-        """The highest view that this peer has reached, which its beats name."""
+        """The highest view that this peer has reached at any open position. Its beats name this view."""
         return max(round.pacemaker.reached for round in self.rounds.values())
 
     @property
@@ -306,7 +302,7 @@ class Peer:
 
     @property
     def settled(self) -> LogState:
-        """The log up to the last theta and momentum whose digest is known. Heartbeats name its end."""
+        """The log up to the newest theta and momentum whose digest is known. Heartbeats name the end of this log."""
         return self.replica.settled
 
     @property
@@ -331,8 +327,8 @@ class Peer:
         return self.presence.membership
 
     def believed(self, theirs: Branch, ours: Branch) -> Branch | None:
-        """Return the part of another peer's branch to accept as the run's log; None if no part is accepted, or not
-        yet."""
+        """Return the part of another peer's branch (`theirs`) that this peer accepts as the run's log. Return None if
+        it accepts no part, or cannot decide yet."""
         return self._cycle.belief.branch(theirs, ours)
 
     def is_live(self, peer: str) -> bool:
@@ -365,12 +361,12 @@ class Peer:
         return is_here and any(round.is_exchanging for round in self.rounds.values())
 
     def exchange_of(self, round_name: RoundName) -> Exchange | None:
-        """Return the exchange with this round's name, if it is under way; otherwise None."""
+        """Return the exchange of the round with this name if the round is still open; otherwise None."""
         round = self.rounds.get(round_name.position.fragment)
         exchange = round.exchange if round else None
         return exchange if exchange and exchange.name == round_name else None
 
     @property
     def goodbye(self) -> Leaving | None:
-        """The farewell to send to the other peers when this peer leaves; None if there is none."""
+        """The farewell to send to the other peers when this peer leaves; None if it sends none."""
         return self._cycle.goodbye

@@ -46,8 +46,8 @@ NONE_THIN: Mapping[str, float] = {}
 
 @dataclass(frozen=True)
 class MemberLink:
-    """A member's own report about its link, from its Ready: its rate and the rates that it saw of others, in bytes a
-    second, and the members that it reaches only through relays, or not at all."""
+    """A member's own report about its link, from its Ready: its rate and the rates at which others' data reached it, in
+    bytes a second, and the members that it reaches only through relays, or not at all."""
 
     rate: int = 0
     seen: Mapping[str, int] = field(default_factory=dict)
@@ -56,13 +56,13 @@ class MemberLink:
 
 
 class ForATerm:
-    """Peers that a leader remembers for a term of TERM entries, because of their behaviour (R3, R7)."""
+    """Peers that a leader remembers for a term of TERM entries, because they were late or failed (R3, R7)."""
 
     def __init__(self) -> None:
         self._since: dict[str, int] = {}
 
     def note(self, peers: Iterable[str], index: int) -> None:
-        """Remember the peers from the entry `index` on, and forget those remembered a term ago or earlier."""
+        """Remember the peers from the entry `index` on, and forget those remembered a whole term ago."""
         self._since = {peer: since for peer, since in self._since.items() if since + TERM > index}
         self._since |= dict.fromkeys(peers, index)
 
@@ -72,9 +72,9 @@ class ForATerm:
 
 
 class Experience:
-    """The peers that a leader leaves out. `undealt` are reducers that get no chunks, since their averages were late,
-    reached few members or had most blocks absent. `unawaited` are joiners for which the leader does not wait, since
-    they did not use a grant."""
+    """The peers that a leader leaves out. `undealt` are reducers that get no chunks, because their averages were late,
+    reached few members or had most blocks absent. `unawaited` are joiners that did not use a grant; the leader does not
+    wait for them."""
 
     def __init__(self) -> None:
         self.undealt = ForATerm()
@@ -115,8 +115,8 @@ def seconds_for(
 
 
 def deadline(foreseen: Iterable[float], timing: Timing) -> float:
-    """Return the time limit of an exchange in seconds. `foreseen` has the seconds for which each member's link is busy
-    (0: not measured).
+    """Return the time limit of an exchange in seconds. `foreseen` has the seconds for which each member's link is
+    expected to be busy (0: not measured).
 
     Links that are slower than most do not count. A link's rate is known once it was in a round.
     """
@@ -134,8 +134,7 @@ def deadline(foreseen: Iterable[float], timing: Timing) -> float:
 def heirs_of(
     missing: Sequence[str], able: Sequence[str], before: Collection[tuple[str, str]] = ()
 ) -> tuple[tuple[str, str], ...]:
-    """Return an heir for each silent reducer, as pairs of reducer and heir, chosen in turn among the members `able` to
-    average.
+    """Return pairs of a silent reducer and its heir. The heirs are chosen in turn among the members `able` to average.
 
     No heir gets chunks that it had `before`.
     """
@@ -148,7 +147,7 @@ def heirs_of(
 
 # Reachability ---------------------------------------------------------------------------------------------------------
 def reducers(members: Sequence[str], able: Sequence[str], links: Mapping[str, MemberLink]) -> tuple[str, ...]:
-    """Return those of the `able` members, in their order, that enough other members reach.
+    """Return the `able` members that enough other members reach, in the same order.
 
     If the others can share the work fairly, two groups do not average either: first members that too many others reach
     only through a relay, then members with any pair without a link, or with a relayed one, that both sides report.
@@ -168,21 +167,20 @@ def reducers(members: Sequence[str], able: Sequence[str], links: Mapping[str, Me
 
 
 def _reported_by_both(peer: str, reported: Mapping[str, Collection[str]]) -> set[str]:
-    """Return the members that the peer reports and that report the peer: both ends see a bad link."""
     return {other for other in reported.get(peer, ()) if peer in reported.get(other, ())}
 
 
 def is_fair(few: Collection[str], able: Collection[str], members: int) -> bool:
-    """Return True if a few of the able members can average for all without much more load on a link than if all
-    averaged."""
+    """Return True if `few` of the `able` members can average for all, without much more load on a link than if all able
+    members averaged."""
     if not few:
         return False
     return payloads_moved(members, 1 / len(few)) <= FAIR * payloads_moved(members, 1 / len(able))
 
 
 def _well_reached(members: Sequence[str], reported: Mapping[str, Collection[str]]) -> frozenset[str]:
-    """Return the members that enough others reach. `reported` has, for each member, the members that it reports as out
-    of reach.
+    """Return the members that enough others reach. `reported` maps each member to the members that it cannot reach
+    well.
 
     The member with most such pairs is left out first, and its pairs do not count against the others any more. Among
     members with as many pairs, those go that name most others themselves.
@@ -218,8 +216,8 @@ def believed_rates(peers: Iterable[str], links: Mapping[str, MemberLink]) -> dic
 
 
 def credible_rates(claimed: Mapping[str, int], seen: Mapping[str, Mapping[str, int]]) -> dict[str, float]:
-    """Return the believed rates of members' links, in bytes a second: as claimed, up to a multiple of the rates that
-    others saw.
+    """Return the believed rates of members' links, in bytes a second: their claims, but at most a multiple of the rates
+    that others saw.
 
     `seen` holds, by member, the rates at which other members' data reached it. These rates are added up, since a peer
     sends to all others at once; they count if at least half of the others report any. No link counts as slower than the
@@ -250,7 +248,7 @@ def deal(chunk_count: int, members: int, reducers: Sequence[str], rates: Mapping
 
 
 def evened_out(rates: Sequence[float]) -> list[float]:
-    """Return the rates of links, with similar rates replaced by their mean.
+    """Return the rates of links, with each group of similar rates replaced by its mean.
 
     A link that is a tenth faster would get a third more to average. So errors of the rates would lengthen rounds more
     than small differences between links do.
@@ -272,8 +270,9 @@ def foreseen(
     size: int,
     thin: Mapping[str, float] = NONE_THIN,
 ) -> list[float]:
-    """Return the seconds for which each member's link is busy with its blocks, its part and the averages; 0 if unknown.
-    `size` is the payload's bytes, and `thin` the share of them that a member in a thinner format sends."""
+    """Return the seconds for which each member's link is expected to be busy in an exchange; 0 if its rate is unknown.
+    `size` is the payload's size in bytes. `thin` maps members with a thinner format to the share of it that they
+    send."""
     whole = max(sum(chunks.values()), 1)
     moved = {peer: payloads_moved(len(members), chunks.get(peer, 0) / whole) for peer in members}
     busy = {peer: max(moved[peer], LEAST_PAYLOADS) + thin.get(peer, 1.0) - 1.0 for peer in members}
@@ -282,16 +281,16 @@ def foreseen(
 
 # Contributions --------------------------------------------------------------------------------------------------------
 def seconds_to_send(allowed: float | None, timing: Timing, overlap: float = 0.0) -> float:
-    """Return the seconds within which a member should send its blocks, so that no other member waits: the longer of the
-    time that most links need and half of the `overlap`, the seconds that members train
-    during the exchange. `allowed` is the time limit of the last exchange in seconds; None before the first."""
+    """Return the seconds within which a member should send its blocks, so that no other member waits: what most links
+    need, or half of the `overlap` (the seconds that members train during the exchange), if longer. `allowed` is the
+    time limit of the last exchange in seconds; None before the first."""
     allowed = UNMEASURED * timing.round_timeout if allowed is None else allowed
     return max(allowed / MARGIN, OVERLAP * min(overlap, allowed))
 
 
 def format_for(size: PayloadSize, uplink: float, seconds: float) -> int:
-    """Return the number of the first format whose contribution an uplink carries in this many seconds; if none fits, of
-    the smallest. `uplink` is in bytes a second; 0 (not measured) counts as enough."""
+    """Return the number of the first format in which an uplink carries a contribution in this many seconds; if there is
+    none, the smallest format's. `uplink` is in bytes a second; 0 (not measured) counts as enough."""
     sizes = enumerate(size.by_format)
     fitting = (format for format, count in sizes if not uplink or count <= uplink * seconds)
     return next(fitting, len(size.thinner))

@@ -1,4 +1,4 @@
-"""The leader's records of one position: the samples that it granted, and the Readys that it received."""
+"""The leader's records at one position: the samples that it granted, and the Readys that it received."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from peers.values.wire import printable
 
 
 class Readiness:
-    """The Readys and lease requests that this peer has received as a leader. Members repeat their Readys; a Ready older
-    than the death time is dropped."""
+    """The Readys and lease requests that this peer has received as a leader. Members repeat their Readys; a Ready that
+    is older than the death time is dropped."""
 
     def __init__(self, context: Context, presence: Presence, trainer: Trainer, log: LogState) -> None:
         self.awaited = Awaited(context.me, log, context.settings)
@@ -44,12 +44,12 @@ class Readiness:
     # Leases for joiners (R14) -----------------------------------------------------------------------------------
     @property
     def has_given(self) -> bool:
-        """True if a peer holds a grant of this leader at this position."""
+        """True if any peer holds a grant of this leader at this position."""
         return bool(self._granted)
 
     def ask_lease(self, sender: str, request: LeaseRequest, state_digest: bytes) -> None:
-        """Grant samples to a joiner, with fewer inner steps the further this peer's own training is, so that both
-        finish together. Refuse a joiner with another state."""
+        """Grant samples to a joiner. The further this peer's own training is, the fewer inner steps the joiner may
+        make, so that both finish together. Refuse a joiner whose state differs."""
         if sender in self._log.excluded:
             return
         if request.state_digest != state_digest:
@@ -67,8 +67,8 @@ class Readiness:
         self._context.emit(Send(sender, grant))
 
     def _next_grant(self) -> Lease | None:
-        """Return the next grant that no peer holds, one never given before if possible; None if all are held. Grants
-        before this peer's own are last, since another leader may have given them."""
+        """Return the next grant that no peer holds, if possible one that was never given before; None if all are held.
+        Grants before this peer's own come last, because another leader may have given them."""
         own = self._trainer.lease
         grants, taken = self._log.grants, {*self._granted.values(), own}
         first = grants.index(own) + 1 if own in grants else 0
@@ -76,8 +76,8 @@ class Readiness:
         return min(free, key=self._given.__contains__, default=None)
 
     def entry_made(self, header: Header) -> None:
-        """Remember the joiners for which this leader waited and which did not use their grants, so as not to wait for
-        them during a term (R7)."""
+        """Remember the joiners for which this leader waited and which did not use their grants. It does not wait for
+        them again during a term (R7)."""
         unused = self._granted.keys() & self.awaited.in_vain - {*header.peers, *self._log.leases}
         self._context.experience.unawaited.note(sorted(unused), header.index)
 
@@ -105,15 +105,15 @@ class Readiness:
         return True
 
     def _is_two(self, peer: str, incarnation: int) -> bool:
-        """Return True if a voter's Ready names another incarnation than its beats. Other voters would refuse the entry
-        until they hear the new incarnation."""
+        """Return True if a voter's Ready and its heartbeats name different incarnations. Other voters would then refuse
+        the entry until they hear the Ready's incarnation."""
         if self._log.voter_incarnations.get(peer, incarnation) == incarnation or peer == self._context.me:
             return False
         patience = self._context.settings.timing.heartbeat_expiry
         return peer in self._presence.voters_here(self._log, self._context.incarnation, patience)
 
     def _admit(self, sender: str, ready: Ready) -> None:
-        """Record the samples of a Ready. A grant of another leader is valid, unless this peer trains the same samples
+        """Record the samples of a Ready. A grant of another leader is valid unless this peer trains the same samples,
         or has granted them to another peer.
 
         Raises:
@@ -128,15 +128,15 @@ class Readiness:
         if self._log.closes and not (member.tokens or self._log.counts(sender, ready.incarnation)):
             raise LogError("it has no tokens, so it cannot become a voter")
         self._check_commitment(sender, ready)
-        for peer in others:  # the grant is removed from the joiners, because this peer itself trained its samples
+        for peer in others:  # remove the grant from joiners, because this peer itself has trained its samples
             del self._granted[peer]
             self._ready.pop(peer, None)
         if lease and sender not in self._log.leases:
             self._granted[sender] = lease
 
     def _check_commitment(self, sender: str, ready: Ready) -> None:
-        """Check a Ready's commitment. Raises: LogError unless a peer with tokens, and only such a peer, has signed a
-        commitment in a format of this run."""
+        """Check a Ready's commitment. Raises: LogError if a peer with tokens has no valid commitment in a format of
+        this run, or a peer without tokens has one."""
         commitment = ready.commitment
         if (commitment is not None) != (ready.tokens > 0):
             raise LogError("a Ready has a commitment if and only if it has tokens")
@@ -153,11 +153,11 @@ class Readiness:
         self._context.emit(Send(peer, refuse))
 
     def leaves(self, peer: str) -> None:
-        """Drop the Ready of a peer that has left."""
+        """Drop the Ready of a peer that has left the run."""
         self._ready.pop(peer, None)
 
     def forget(self) -> None:
-        """Drop the Readys that members no longer repeat, and the grants of dead peers."""
+        """Drop the Readys that members have stopped repeating, and the grants of peers that are not heard any more."""
         now, live = self._context.now, self._presence.live()
         patience = death(self._context.settings.timing)
         for peer in list(self._ready):
@@ -168,7 +168,7 @@ class Readiness:
         self._granted = {peer: lease for peer, lease in self._granted.items() if peer in here}
 
     def of(self, view: int) -> dict[str, Ready]:
-        """Return the Readys of a view, by peer, without those of excluded newcomers."""
+        """Return the Readys for a view, by peer. Those of excluded newcomers are left out."""
         ready = self._ready.items()
         return {peer: one for peer, one in ready if one.view == view and peer not in self.strangers}
 
@@ -178,7 +178,7 @@ class Readiness:
         return None if ready is None else ready.view
 
     def views(self) -> dict[str, int]:
-        """Return the view of each ready peer."""
+        """Return the view for which each peer is ready, by peer."""
         return {peer: ready.view for peer, ready in self._ready.items()}
 
     # Start of a round -------------------------------------------------------------------------------------------
@@ -192,12 +192,13 @@ class Readiness:
         away = self._presence.unreached.union(self.strangers, (peer for peer in live if has_convicted(peer)))
         self.awaited.look(live, self._due(), away)
         view = max(one.view for one in ready.values())
-        beyond = {peer for peer, one in self._ready.items() if one.view > view}  # no peer returns from a later view
+        # Peers in a later view do not return to this one, so the leader does not wait for them.
+        beyond = {peer for peer, one in self._ready.items() if one.view > view}
         return self.awaited.is_time(self._context.now, ready.keys() | beyond, contributing, self._voters())
 
     def _voters(self) -> set[str]:
-        """Return the voters that this peer hears in their voting incarnation and that have not left, including this
-        peer."""
+        """Return the voters that this peer hears in the incarnation that votes, and this peer itself if it is a
+        voter."""
         live, context, log = self._presence.live(), self._context, self._log
         incarnations = {peer: live[peer].incarnation for peer in log.voters if peer in live} | {
             context.me: context.incarnation
@@ -205,8 +206,8 @@ class Readiness:
         return {peer for peer, incarnation in incarnations.items() if log.counts(peer, incarnation)}
 
     def _due(self) -> dict[str, int]:
-        """Return the number of samples that each awaited joiner trains, which is smaller than its grant if the joiner
-        is slow."""
+        """Return the number of samples that each awaited joiner trains for the entry: fewer than in its grant if it is
+        slow."""
         whole, live = self._context.settings.inner_steps, self._presence.live()
         speeds = self._presence.speeds(self._log)
         due = dict[str, int]()
@@ -219,7 +220,7 @@ class Readiness:
         return due
 
     def is_full(self, view: int) -> bool:
-        """Return True if all peers are ready that the leader waited for at the last Tick."""
+        """Return True if all peers that the leader waited for at its last Tick are ready."""
         count = len(self._ready)  # cheap first test: most Readys arrive before half of a large swarm is ready
         if count < self.awaited.fewest or 2 * count < len(self._log.voters):
             return False
@@ -233,14 +234,14 @@ class Readiness:
         return working - new if new and not all(map(self._log.is_on_probation, ready)) else working
 
     def roster(self, ready: Mapping[str, Ready]) -> tuple[Member, ...]:
-        """Return the members of the entry that these Readys would make, with the tokens that count, in roster order."""
+        """Return the members of the entry that these Readys lead to, with the tokens that count, in roster order."""
         offers = self._log.weighed([member_of(peer, one) for peer, one in ready.items()])
         by_peer = {member.peer: member for member in offers}
         return tuple(by_peer[peer] for peer in take_order(self._log.roster, by_peer))
 
 
 def member_of(peer: str, ready: Ready) -> Member:
-    """Return the peer's share in the entry, as its Ready states it."""
+    """Return the peer's record as a member of the entry, with the values that its Ready states."""
     return Member(
         peer=peer,
         tokens=ready.tokens,
@@ -258,7 +259,7 @@ def commitments_of(roster: Collection[Member], ready: Mapping[str, Ready]) -> tu
 
 
 def links_of(ready: Mapping[str, Ready]) -> dict[str, MemberLink]:
-    """Return each ready member's report about its own link."""
+    """Return each ready peer's own report about its link, by peer."""
     return {
         peer: MemberLink(one.rate, dict(one.seen), frozenset(one.relayed), frozenset(one.unreached))
         for peer, one in ready.items()

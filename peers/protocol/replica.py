@@ -75,7 +75,6 @@ class Replica(StateMachine):
     state: ReplicaState
 
     def __init__(self, context: Context, presence: Presence, lineage: Lineage, state_digest: bytes) -> None:
-        """Create the replica at the end of the log `lineage`. `state_digest` is the digest of the state there."""
         super().__init__(LEVEL)
         self.lineage = lineage
         self.log = self.settled = lineage.log
@@ -90,13 +89,12 @@ class Replica(StateMachine):
 
     @property
     def is_settled(self) -> bool:
-        """True if theta and momentum are those at the end of the log, and their digest is known."""
+        """True if theta and momentum are those at the end of `log`, and their digest is known."""
         return self.settled.position == self.log.position and self.state is not FETCHING
 
     @property
     def replaying(self) -> Header | None:
-        """The header of the entry that was made without this peer and whose payload is being fetched; None if there is
-        none."""
+        """The header of an entry that was made without this peer and is being replayed; None if there is none."""
         return self._behind.header if self._behind else None
 
     @property
@@ -105,8 +103,8 @@ class Replica(StateMachine):
         return self._behind.certificate if self._behind else None
 
     def is_news(self, header: Header) -> bool:
-        """Return True if an entry with many members was applied just now, and is still being forwarded to them:
-        questions about the entry need no answer yet."""
+        """Return True if an entry with many members was applied just now, and is still being forwarded to them.
+        Messages about the entry's position need no answer then."""
         is_last = header.digest in self.log.ends or header in self.log.made
         has_lasted = self._context.now - self._advanced_at >= self._context.settings.timing.resend
         return is_last and len(header.roster) > PASSED_ON and not has_lasted
@@ -131,7 +129,7 @@ class Replica(StateMachine):
         self._waiting.append(made)
 
     def _applied(self, _: Applied) -> None:
-        """Finish the outer step of one fragment. After the last fragment of a cycle, expect the digest of the state."""
+        """Finish the outer step of one fragment. After a cycle's last fragment, expect the digest of the state."""
         if not self.log.made:
             index, roster = self.log.position.index, self.log.roster
             self.undigested = self.log
@@ -188,7 +186,7 @@ class Replica(StateMachine):
         before = self.claimant, self.furthest
         self._presence.branches.gave_nothing(failed.donor)
         after = self.claimant, self.furthest
-        if after.count(None) > before.count(None):  # without this donor, no peer to catch up with is left
+        if after.count(None) > before.count(None):  # without this donor, this peer could catch up with no peer
             self._presence.branches.ask_again(failed.donor)
         self._context.emit(Note("info", f"{failed.donor} gave no state: {failed.reason}"))
         self._enter(LEVEL)
@@ -201,7 +199,8 @@ class Replica(StateMachine):
 
     @property
     def furthest(self) -> str | None:
-        """The claimant whose place is not behind this peer's log; None if no peer is ahead."""
+        """The first peer that claims to be ahead or on another branch, at a place no further back than this peer's log
+        remembers; None if there is none."""
         return self._presence.branches.furthest(self.log, self.lineage, self.contradiction is not None)
 
     @property
@@ -211,7 +210,7 @@ class Replica(StateMachine):
 
     @property
     def is_of_minority(self) -> bool:
-        """True if the lineage has an entry of a minority, and its present members are still a minority."""
+        """True if the lineage has a minority's entry, and the members of the last entry are still a minority."""
         doubt = self.lineage.doubt
         return doubt is not None and not (self._presence.are_all_gone(doubt) or are_most(doubt, self.log.roster))
 
@@ -222,8 +221,8 @@ class Replica(StateMachine):
 
     # Signed heads (R19) -----------------------------------------------------------------------------------------
     def hear_signed(self, seen: SignedHeadsSeen) -> None:
-        """Store the heads that archives have signed. After new heads this peer asks again the peers that it passed
-        over, because they may have the signed log."""
+        """Store the heads that archives have signed. If any is new, ask the peers that were passed over again, because
+        they may have the signed log."""
         is_new, self._archives = seen.signed != self.signed, seen
         if is_new:
             self._presence.branches.look_again()
@@ -238,19 +237,18 @@ class Replica(StateMachine):
 
     @property
     def heads(self) -> dict[int, bytes]:
-        """The heads of this peer's own log at the indices that archives have signed, as far as known, by index."""
+        """The heads of this peer's own log, by index, at the indices that archives have signed, as far as known."""
         ours = self._archives.ours
         known = {index: self.lineage.head_at(index) or ours.get(index) for index in self.signed.indices}
         return {index: head for index, head in known.items() if head and index <= self.log.position.index}
 
     @property
     def contradiction(self) -> SignedHead | None:
-        """The signed head that differs from this peer's log at the same index; None if this peer's log may be the
-        run's."""
+        """The signed head that differs from this peer's log at the same index; None if there is none."""
         return self.signed.contradiction(self.heads) if self.signed.heads else None
 
     @property
     def needs_signed_log(self) -> bool:
-        """True if this peer has no log yet, but an archive has signed a head of the run's. This peer then founds no
-        run, and follows only a peer whose log has the signed head."""
+        """True if this peer has no log yet, but an archive has signed a head of the run. This peer then does not found
+        the run, and follows only a peer whose log has the signed head."""
         return self.log.last is None and not self.log.made and bool(self.signed.indices)

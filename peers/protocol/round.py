@@ -1,4 +1,4 @@
-"""This peer's part in making the entry at one position, a state machine: open, ready, exchanging, decided.
+"""This peer's part in making the entry at one position, as a state machine: open, ready, exchanging, decided.
 
 There is one EntryRound for each cycle and fragment, from when the peer reaches the cycle until the entry is made or its
 work is dropped. It exists while the peer still trains, too, since the peer may vote and lead.
@@ -78,7 +78,7 @@ LATE_DATA: dict[type, Row] = {event: Row(row.method) for event, row in DATA.item
 
 @dataclass
 class MissingPayload:
-    """A payload that no donor gave: the time since when it is missing, and the number of tries to fetch it."""
+    """A payload that could not be fetched: the time since when it is missing, and the number of tries to fetch it."""
 
     payload: bytes
     since: float
@@ -121,8 +121,8 @@ class Notes:
 
 
 class EntryRound(StateMachine):
-    """The making of one entry at one position. This peer's votes outlast the round in the voting record; all else is
-    dropped when the peer moves to another position."""
+    """One peer's part in the making of the entry at one position. Only this peer's votes outlast the round, in the
+    voting record; all else is dropped when the peer moves to another position."""
 
     TABLE: ClassVar[Table] = {
         OPEN: {
@@ -180,18 +180,16 @@ class EntryRound(StateMachine):
 
     @property
     def is_fresh(self) -> bool:
-        """True if this peer may continue its round as a new leader: only one other leader has led it so far."""
+        """True if this peer may continue its round as a new leader: one leader alone, another peer, has led it."""
         is_ours = self.exchange is not None and self.exchange.name.leader == self._context.me
         return len(self._notes.views) == 1 and not is_ours
 
     @property
     def pacemaker(self) -> Pacemaker:
-        """The view timer of this position."""
         return self.views.pacemaker
 
     @property
     def attendance(self) -> Attendance:
-        """The attendance at this position: the peers at work."""
         return self.views.attendance
 
     @property
@@ -201,7 +199,6 @@ class EntryRound(StateMachine):
 
     @property
     def is_led_by_us(self) -> bool:
-        """True if this peer leads its view."""
         return self.pacemaker.leader == self._context.me
 
     @property
@@ -220,8 +217,8 @@ class EntryRound(StateMachine):
         return self.views.granted_by[0] if self.views.granted_by else None
 
     def was_asked(self, peer: str) -> bool:
-        """Return True if `peer` is the leader to which this peer sends its Ready. That leader's answer counts more than
-        its last heartbeat."""
+        """Return True if `peer` is the leader to which this peer sends its Ready. An answer from this leader counts
+        more than its last heartbeat."""
         return self.is_taking_part and peer == self.pacemaker.leader
 
     # The view -------------------------------------------------------------------------------------------------
@@ -275,8 +272,8 @@ class EntryRound(StateMachine):
         self._go_on()
 
     def _go_on_without_the_entry(self) -> None:
-        """Give up this peer's vote if, for the partition grace, no peer has had the entry that the voting record calls
-        certified. A power failure can lose the end of a log but not the record."""
+        """Give up this peer's vote if the voting record says that the entry is certified, but no peer has had it for
+        the partition grace. A power failure can lose the end of a log but not the record."""
         state, since, context = self.voter.state, self._work.since, self._context
         if state is None or not state.is_closed or since is None or self._replica.is_behind:
             return
@@ -367,8 +364,8 @@ class EntryRound(StateMachine):
         return True
 
     def _can_lead_to_an_entry(self, round: Round, leader: str) -> bool:
-        """Return True if the log allows an entry of the round's roster, the formats are this run's, and the chunks to
-        average make up the payload."""
+        """Return True if the log allows an entry with the round's roster, the run has the members' formats, and the
+        reducers average all chunks of the payload."""
         try:
             # The payload's digest is not known yet, and any digest passes this check.
             round.entry(self.log, {}, self.log.position.head, leader if self.log.closes else None)
@@ -381,13 +378,13 @@ class EntryRound(StateMachine):
         return round.chunks == size.chunks and reducers <= {member.peer for member in round.contributors}
 
     def _contributions(self, begin: Begin) -> Contributions:
-        """Return the contributions that a Begin describes, with their weights and this peer's own signature."""
+        """Return the contributions in a Begin, with their weights and this peer's signature of its own contribution."""
         ours, settings = self._work.commitment(), self._context.settings
         weights = weights_of(begin.round.contributors, self.log, settings)
         return Contributions.of(begin, settings.clip, weights, ours.signature if ours else None)
 
     def _tell_part(self) -> None:
-        """Send this peer's Part to the leader, once the Part is complete and until the leader proposes."""
+        """Send this peer's Part to the leader if it is complete, unless the leader has proposed already."""
         leader, propose = self.pacemaker.leader, self._notes.propose
         if self.exchange is None or leader is None:
             return
@@ -398,7 +395,7 @@ class EntryRound(StateMachine):
             self._context.emit(Send(leader, part))
 
     def _exchanged(self, event: ExchangeEvent) -> None:
-        """Pass an event of the round's data to the exchange, after recording failed links and proofs of lies."""
+        """Let the exchange handle an event, after recording a failed link or the proof of a lie that it shows."""
         exchange, context = self.exchange, self._context
         if exchange is None or event.round_name != exchange.name:
             return
@@ -437,7 +434,7 @@ class EntryRound(StateMachine):
 
     # Vote 1 ---------------------------------------------------------------------------------------------------
     def _propose(self, propose: Propose, sender: str) -> None:
-        """Store the newest proposal of the leader of this peer's view or an earlier one. Vote on it if possible."""
+        """Store a proposal of the leader of this or an earlier view, if it is the newest. Vote on it if possible."""
         known, view = self._notes.propose, propose.ballot.view
         if view > self.pacemaker.view or sender != self.leader_of(view) or (known and propose.ballot < known.ballot):
             return
@@ -469,7 +466,7 @@ class EntryRound(StateMachine):
             self._is_certified(certified, self._context.me)
 
     def _objection(self, propose: Propose) -> Objection | None:
-        """Return this peer's objection to a proposal, by rules R5.5 to R5.11; None if it has none."""
+        """Return this peer's objection to a proposal by the rules R5.5 to R5.11; None if it has none."""
         header, group = propose.header, propose.group
         if group and not self.attendance.joins(group):
             return Objection(Refusal.NOT_ALONE, named=self.attendance.left_out(group))
@@ -511,7 +508,7 @@ class EntryRound(StateMachine):
         return None if expected == header else Objection(Refusal.UNSIGNED_AVERAGE)
 
     def _forgotten(self, header: Header) -> tuple[str, ...]:
-        """Return the voters that this peer hears and that would lose their vote, because the header calls them gone or
+        """Return the voters that this peer hears, but that would lose their vote because the header calls them gone or
         names another incarnation of them (R12)."""
         if not self.log.closes or not self.log.voters:
             return ()
@@ -521,16 +518,14 @@ class EntryRound(StateMachine):
         return tuple(sorted(here & {*self.log.gone_in(header), *others}))
 
     def _strangers(self, header: Header) -> tuple[str, ...]:
-        """Return the members that would gain a vote or serve probation by this entry, and that this peer has not heard
-        since it entered the round: a leader may have invented them (R5.7). At a founding there are none, since founders
-        need not hear each other."""
+        """Return the members that would become voters or serve probation by this entry, and that this peer has not
+        heard since it entered the round: a leader may have invented them (R5.7). Founders need not hear each other."""
         if not self.log.closes or self.log.last is None:
             return ()
         known = self.log.voter_incarnations.items() | self._notes.heard | self._heard_incarnations()
         return tuple(one.peer for one in header.roster if (one.peer, one.incarnation) not in known)
 
     def _heard_incarnations(self) -> frozenset[tuple[str, int]]:
-        """Return the id and incarnation of each peer that this peer hears, and of this peer itself."""
         live = self._presence.live()
         return frozenset(
             {(self._context.me, self._context.incarnation), *((one, live[one].incarnation) for one in live)}
@@ -542,10 +537,10 @@ class EntryRound(StateMachine):
 
     def _look_for_payload(self, propose: Propose) -> Refusal:
         """Fetch a prepared header's payload from its voters, and return the refusal for now. If this peer is locked on
-        the header and no peer has had the payload for the partition grace, give up its vote."""
+        the header, and no peer has had the payload for the partition grace, give up this peer's vote."""
         context, notes, justify = self._context, self._notes, propose.justify
         assert justify is not None
-        is_foreign = justify.choice.alone and not propose.group  # otherwise one peer could fill this peer's disk (R5)
+        is_foreign = justify.choice.alone and not propose.group  # else one peer could fill this disk with payloads (R5)
         if is_foreign or not self.voter.place.is_prepared(propose.header, justify):
             return Refusal.NO_PAYLOAD
         timing, lock, payload = context.settings.timing, self.voter.lock, propose.header.payload
@@ -585,7 +580,7 @@ class EntryRound(StateMachine):
             self._context.votes.fail(trouble)
 
     def _not_fetched(self, failed: PayloadNotFetched) -> None:
-        """Record a failed fetch of a payload: perhaps no peer has the payload any more (R10)."""
+        """Record that a payload could not be fetched. Perhaps no peer has it any more (R10)."""
         notes, payload = self._notes, failed.header.payload
         self._context.emit(Note("info", f"could not fetch the payload of entry {failed.header.index}: {failed.reason}"))
         notes.fetching = None if notes.fetching == payload else notes.fetching
@@ -595,8 +590,8 @@ class EntryRound(StateMachine):
 
     # Vote 2 and the entry ---------------------------------------------------------------------------------------
     def _vote(self, vote: Vote, sender: str) -> None:
-        """Count a vote; act on a certificate that it completes. Answer a repeated vote 1 with the prepare
-        certificate."""
+        """Count a vote, and act on a certificate that it completes. Answer a repeated vote 1 with the prepare
+        certificate, if there is one."""
         ballot, phase = vote.choice.ballot, vote.choice.phase
         is_repeated = self.voter.voted_in(sender, ballot, phase)
         certified = self.voter.hear(sender, vote)
@@ -614,7 +609,7 @@ class EntryRound(StateMachine):
             self._context.emit(Send(sender, prepared))
 
     def _certified(self, certified: Certified, sender: str) -> None:
-        """Check a certificate that another peer sent, and act on its header."""
+        """Check a certificate that another peer has sent. If it is valid, act on its header."""
         certificate = certified.certificate
         if certificate is None:
             self._host.others_made(certified, sender, self)
@@ -629,7 +624,7 @@ class EntryRound(StateMachine):
             self._context.emit(Dropped(sender, "certificate", "it is no valid prepare certificate of this header"))
 
     def _is_certified(self, certified: Certified, sender: str) -> None:
-        """Forward the certificate of a header; give vote 2 if it is prepared, take the entry if it is committed."""
+        """Forward the header's certificate. Give vote 2 if it is a prepare certificate; otherwise take the entry."""
         if self.state is DECIDED:
             return
         context, choice = self._context, choice_of(certified)
@@ -651,8 +646,8 @@ class EntryRound(StateMachine):
             self._is_certified(known, context.me)
 
     def _is_committed(self, certified: Certified, sender: str) -> None:
-        """Take a committed entry if this peer has its payload, or wait for the payload from the exchange; otherwise
-        pass the entry on to be replayed."""
+        """Take a committed entry if this peer has its payload. Otherwise wait for the payload if the exchange can still
+        get it; if not, have the entry replayed."""
         header, notes = certified.header, self._notes
         assert certified.certificate is not None
         is_ours = self.voter.has_committed(certified.certificate.choice)
@@ -669,7 +664,7 @@ class EntryRound(StateMachine):
 
     def _await_payload(self, _: Tick | None = None) -> None:
         """Take the committed entry once the exchange has its payload. If no chunk arrives for a while, or the payload
-        is incomplete after the death time, replay the entry with a fetched payload."""
+        is incomplete after the death time, have the entry replayed with a fetched payload."""
         notes, context = self._notes, self._context
         if notes.decided is None:
             return

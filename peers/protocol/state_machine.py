@@ -17,7 +17,7 @@ from peers.errors import LocalProtocolError
 
 @dataclass(frozen=True)
 class Row:
-    """The method that handles an event, and the states that the machine may enter in that method, each with the
+    """The method that handles an event in one state, and the states that the machine may enter meanwhile, each with the
     reason."""
 
     method: str

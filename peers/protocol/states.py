@@ -1,4 +1,4 @@
-"""The state of a peer in one word, which sums up the states of its parts."""
+"""The state of a peer in one word. It sums up the states of the peer's parts."""
 
 from __future__ import annotations
 

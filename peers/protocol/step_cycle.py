@@ -1,5 +1,5 @@
-"""The cycle of one peer from outer step to outer step. It connects the peer's parts: it handles the changes of one part
-that concern the others.
+"""The cycle of one peer from outer step to outer step. `StepCycle` connects the peer's parts: if one part changes, it
+informs the others.
 
 One outer step runs like this: `join` or `on_applied` gives the trainer a lease. When the trainer is done
 (`on_trained`), the round is ready. When the round decides (`entry_made`), the work ends, the replica applies the entry,
@@ -55,7 +55,7 @@ class StepCycle:
         self.keeps_work = False
         self._context = context
         self._answers = Answers(context)
-        self._certified: list[Position] = []  # positions of this cycle with a certified entry, until the cycle is whole
+        self._certified: list[Position] = []  # positions of this cycle with a certified entry, until all have one
         self.rounds: dict[int, EntryRound] = {}
         self._open_rounds()
         self._leave_by: float | None = None
@@ -82,7 +82,7 @@ class StepCycle:
 
     @property
     def round(self) -> EntryRound:
-        """The round whose entry closes the cycle; once that entry is made, the open round of the highest fragment."""
+        """The round whose entry closes the cycle. Once that entry is made, the open round with the highest fragment."""
         return self.rounds[max(self.rounds)]
 
     @property
@@ -109,8 +109,8 @@ class StepCycle:
         self.trainer.take(Leased(self.replica.log, lease, steps))
 
     def offer_captured(self, fragment: int) -> None:
-        """Pass a fragment's capture to the fragment's round. If this peer missed the fragment's turn, pass no work: the
-        peer still votes on the entry (R15)."""
+        """Pass a fragment's capture to the fragment's round. If this peer missed the fragment's turn, pass NOTHING: the
+        peer then only votes on the entry (R15)."""
         round = self.rounds.get(fragment)
         if round is None or round.state is not RoundState.OPEN or round.log.closes:
             return
@@ -123,7 +123,7 @@ class StepCycle:
             round.take(WorkDone(NOTHING))
 
     def on_trained(self, done: TrainingDone) -> None:
-        """Pass the finished training to the closing entry's round, unless the training is for a later cycle."""
+        """Pass the finished training to the round of the closing entry, unless the training is for a later cycle."""
         was_training = self.trainer.is_training
         self.trainer.take(done)
         if was_training and not self.keeps_work:
@@ -134,7 +134,7 @@ class StepCycle:
             self.round.take(WorkDone(self.trainer.trained))
 
     def entry_made(self, header: Header, certificate: Certificate | None) -> None:
-        """Append a committed entry, whose payload this peer has, to the log, and take its outer step."""
+        """Append a committed entry to the log, and take its outer step. This peer must have the entry's payload."""
         log = self.replica.log
         if certificate is not None and not certificate.choice.alone and log.last is not None:
             self._certified.append(log.of(header.fragment).position)
@@ -143,7 +143,7 @@ class StepCycle:
             self.trainer.take(WorkEnds(log.position, header))
         self.trainer.captures.entry_made(header, self._context.me)
         self.replica.take(EntryMade(header, certificate, keeps))
-        if not self.replica.log.made:  # only whole cycles are on the disk, so these votes may be needed again (R11)
+        if not self.replica.log.made:  # not earlier, because only whole cycles are on the disk (R11)
             for position in self._certified:
                 self._context.votes.close(position)
             self._certified.clear()
@@ -158,7 +158,6 @@ class StepCycle:
             self._open_rounds()
 
     def _open_rounds(self) -> None:
-        """Replace all rounds by new ones, one for each entry that the cycle still needs."""
         self.rounds = {fragment: self._open_round(fragment) for fragment in self.replica.log.pending}
 
     def _open_round(self, fragment: int) -> EntryRound:
@@ -168,7 +167,7 @@ class StepCycle:
         """Train this peer's next lease from the new theta, continue work for a later entry, or ask for a lease."""
         self._turn()
         if self._leave_by is not None:
-            self.leave_if_possible()  # leaves once the digest of the state is known
+            self.leave_if_possible()  # repeated once the digest of the state is known
             return
         if self.replica.state is not ReplicaState.LEVEL or self.replica.log.made:
             self._look()  # other peers may have the cycle's other entries
@@ -199,7 +198,7 @@ class StepCycle:
 
     # Joining ----------------------------------------------------------------------------------------------------
     def join(self) -> None:
-        """Catch up with the other peers; then train this peer's lease, or ask the leader for one (R14)."""
+        """Catch up with the other peers. Then train this peer's lease; if it has none, ask the leader for one (R14)."""
         if not self.joiner.knows_peers or self._leave_by is not None or not self.round.log.closes:
             return
         if self.search.question.is_due:
@@ -221,12 +220,12 @@ class StepCycle:
             self._begin(grant.samples, self._context.pace.steps_of_grant(grant.steps, self.trainer.speed, others))
 
     def _ask_at_once(self) -> None:
-        """Make the next lease request, and the next question for others' entries, due immediately."""
         self.joiner.question.at_once()
         self.search.question.at_once()
 
     def on_refuse(self, leader: str, refuse: Refuse, round: EntryRound) -> None:
-        """Handle a refusal: fetch the leader's state or ask for other samples, unless this peer's own are right."""
+        """Handle the leader's refusal of this peer: if their states differ, fetch the leader's; otherwise ask for other
+        samples. Do nothing if this peer's state or samples are right."""
         is_waiting = self.state is State.JOINING or round.is_taking_part
         if not is_waiting or self.replica.state is not ReplicaState.LEVEL or leader == self._context.me:
             return
@@ -256,7 +255,7 @@ class StepCycle:
 
     def on_lineage(self, event: LineageSeen | LineageNotSeen) -> None:
         """Compare another peer's log with this peer's. If the other log is better, fetch its state, and send its donor
-        the certificates of this peer's branch: they convict peers that signed both branches (R9)."""
+        the certificates of this peer's branch, because they convict peers that signed both branches (R9)."""
         if isinstance(event, LineageNotSeen):
             self.search.on_not_seen(event)
             return
@@ -273,12 +272,12 @@ class StepCycle:
         self._fetch(far)
 
     def on_elsewhere(self, sender: str) -> None:
-        """Fetch the log of a peer that claims to be ahead but, on another branch, has no answer to an Inquire."""
+        """Fetch the log of a peer that claims to be ahead but, perhaps on another branch, cannot answer an Inquire."""
         if self._is_level and self.replica.claimant == sender:
             self.search.weigh(sender)
 
     def others_made(self, certified: Certified, sender: str, round: EntryRound) -> None:
-        """Replay an entry that a minority made, or whose payload is missing, if this peer may follow the entry."""
+        """Replay an entry that a minority made, or whose payload is missing here, if this peer accepts the entry."""
         if not self._is_level:
             return
         header, log = certified.header, self.replica.log
@@ -300,7 +299,8 @@ class StepCycle:
             self.entry_made(header, behind.certificate)
 
     def on_not_replayed(self, header: Header, reason: str) -> None:
-        """Fetch the state of a peer ahead, or give up the replay, because no donor has the entry's payload."""
+        """Fetch the state of a peer ahead, because no donor has the entry's payload. If none is ahead, end the
+        replay."""
         self._context.emit(Note("info", f"could not fetch the payload of entry {header.index}: {reason}"))
         far = self.search.far_behind()
         if far is not None:
@@ -314,7 +314,7 @@ class StepCycle:
             self._turn()
 
     def _check_state(self) -> None:
-        """Fetch the state of most voters if this peer's differs at the same place, as after a memory error."""
+        """Fetch the state of most voters if this peer's state differs at the same place, as after a memory error."""
         replica = self.replica
         most = replica.state_of_most if self._is_level and replica.is_settled else None
         if most is None or most == replica.state_digest:
@@ -328,7 +328,6 @@ class StepCycle:
             self._fetch_from(donor)
 
     def _fetch_from(self, donor: str) -> None:
-        """Fetch a peer's state, at this peer's index or later."""
         self._fetch(FarBehind(donor, self.replica.log.position.index))
 
     def _fetch(self, far: FarBehind) -> None:
@@ -369,12 +368,12 @@ class StepCycle:
                 self._context.emit(Note("info", f"the organiser has signed {news}; the next outer step can take it in"))
 
     def inquire(self, round: EntryRound) -> None:
-        """Ask another member, as the leader, whether it has the round's entry already."""
+        """Ask another member whether it already has the round's entry. Only the round's leader does so."""
         self.search.inquire(round.log)
 
     def answers(self, sender: str) -> bool:
         """Return True if this peer should handle a member's request: its own state is known, and the sender is live. A
-        new sender repeats a request after its first heartbeat."""
+        new sender repeats the request after its first heartbeat."""
         is_here = self.replica.state in (ReplicaState.LEVEL, ReplicaState.APPLYING) and self.replica.is_settled
         return is_here and (sender == self._context.me or self.presence.is_live(sender))
 
@@ -383,9 +382,9 @@ class StepCycle:
         return round.log.closes and self.joiner.may_start() and not self.joiner.holds_back()
 
     def answer_elsewhere(self, sender: str, message: Message | Unread) -> None:
-        """Answer a message about a position that is not this peer's: with the entry made at that position, or an
-        Inquire with this peer's own position. Repeated questions get one answer within half a resend pause, as entries
-        are long."""
+        """If a message is about a position that this peer has passed, answer with the entry made there. If this peer
+        lacks that entry, answer an Inquire with its own position. Answer a repeated question once in half a resend
+        pause."""
         if not self._answers.is_due(sender, message.position):
             return
         followed = self.replica.lineage.after(message.position)
@@ -398,19 +397,19 @@ class StepCycle:
 
     # Leaving ----------------------------------------------------------------------------------------------------
     def on_leave_requested(self, at_once: bool) -> None:
-        """Leave the run after the round under way, or immediately if `at_once`."""
+        """Leave the run after the round under way; immediately if `at_once`."""
         leave_by = self._context.now + (0 if at_once else self._context.settings.timing.leave)
         self._leave_by = min(leave_by, self._leave_by or leave_by)
         self.leave_if_possible()
 
     @property
     def _awaits_last_digest(self) -> bool:
-        """True if this peer is leaving and waits only for its last entry's digest, so that it starts nothing new."""
+        """True if this peer is leaving, and waits only for the digest of its last entry. It begins nothing new."""
         return self._leave_by is not None and self.replica.undigested is not None
 
     def leave_if_possible(self) -> None:
-        """Leave the run if the volunteer has asked for it, and no exchange or outer step is under way or the time limit
-        `_leave_by` has passed."""
+        """Leave the run if the volunteer has asked for it, and either no exchange or outer step is under way or the
+        time limit `_leave_by` has passed."""
         if self._leave_by is None:
             return
         is_applying = self.replica.state is ReplicaState.APPLYING or self.replica.undigested is not None
@@ -431,5 +430,4 @@ class StepCycle:
 
     @property
     def _is_bound(self) -> bool:
-        """True if this peer is locked on a header that may have been committed."""
         return any(round.voter.lock is not None for round in self.rounds.values())

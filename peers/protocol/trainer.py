@@ -63,8 +63,8 @@ class Trainer(StateMachine):
         self.captures = Captures()
         self.watch = WorkerWatch(context.settings.timing.partition_grace)
         self.speed = 0.0  # tokens a second, by the last progress report
-        self.seconds: float | None = None  # seconds of the last finished training
-        self.in_vain = 0  # number of consecutive leases of which no work is in an entry
+        self.seconds: float | None = None  # duration of the last finished training, in seconds
+        self.in_vain = 0  # number of consecutive leases, up to the last one, without any work in an entry
         self._context = context
         self._index = 0  # index of the cycle in which the present training began
         self._began_at = context.now
@@ -79,8 +79,8 @@ class Trainer(StateMachine):
         self._context.emit(Train(log.position.index, leased.lease, leased.steps, *lineage))
 
     def _progressed(self, event: TrainingProgress) -> None:
-        """Record a progress report. The first inner step of a lease does not prove that the worker is alive: a worker
-        could begin each lease and then hang. A report of inner step 0 is about the lease before."""
+        """Record a progress report. A lease's first inner step does not prove that the worker is alive, because a
+        worker could begin each lease and then hang. A report of inner step 0 is about the lease before."""
         is_of_lease = event.progress.inner_step > 0
         if self.progress is not None or not is_of_lease:
             self.watch.progress(self._context.now)
@@ -120,14 +120,13 @@ class Trainer(StateMachine):
             self._enter(IDLE)
 
     def stop(self) -> None:
-        """Stop the workers, if they are training."""
         if self.state is TRAINING:
             self._context.emit(StopTraining())
 
     # Values for other parts -------------------------------------------------------------------------------------
     @property
     def work(self) -> int:
-        """The number of trained tokens that are in no entry yet."""
+        """The number of tokens that this peer has trained and that are in no entry yet."""
         if self.trained is not None:
             return self.trained.tokens
         if self.progress is None or self.lease is None:
@@ -147,7 +146,7 @@ class Trainer(StateMachine):
         return self.watch.is_stuck(self._context.now)
 
     def inner_step(self) -> int:
-        """Return the last inner step of the lease that the worker has reported; 0 if none."""
+        """Return the last inner step that the worker has reported for this lease; 0 if there is none."""
         return self.progress.inner_step if self.progress else 0
 
     def is_late(self, log: LogState) -> bool:
@@ -155,15 +154,15 @@ class Trainer(StateMachine):
         return log.position.index > self._index
 
     def outlives(self, entry: Header) -> bool:
-        """Return True if the work can still count in a later cycle when `entry` closes its cycle without the work: the
-        entry leaves this peer its lease, and the worker has already loaded theta, which the entry changes."""
+        """Return True if the work can still count in a later cycle although `entry` closes its cycle without the work:
+        this peer keeps its lease, and the worker has already loaded theta, which the entry changes."""
         is_loaded = self.progress is not None or self.trained is not None
         lease = next((one.samples for one in entry.leases if one.peer == self._context.me), None)
         return self.lease is not None and is_loaded and self.lease == lease
 
 
 class Captures:
-    """Fragments captured during one training. Each capture is kept until it is in an entry (R15).
+    """Results of single fragments, captured while one training goes on. Each is kept until it is in an entry (R15).
 
     If no average has changed a fragment since the training began, the worker goes on training it, and it is captured
     again. That is so if the cycle already had the fragment's entry (`made`), or skips it.
@@ -188,8 +187,8 @@ class Captures:
         return fragment in self._trained and not self._goes_on(fragment)
 
     def entry_made(self, entry: Header, me: str) -> None:
-        """Drop the capture of the entry's fragment if its tokens count in the entry. The rest of a capture that counts
-        in part is lost, since nothing may count twice."""
+        """Drop the capture of the entry's fragment if the entry counts its tokens. If it counts only a part of them,
+        the rest is lost, because nothing may count twice."""
         fragment = entry.fragment
         (self._made if entry.payload == NO_PAYLOAD else self._changed).add(fragment)
         if fragment in self._trained and (entry.tokens_of(me) or self._goes_on(fragment)):
@@ -200,8 +199,8 @@ class Captures:
 
 
 class WorkerWatch:
-    """The detection of a hanging worker: one without progress for much longer than in any finished training, and for at
-    least `patience` seconds. Silence in consecutive stopped trainings is added up."""
+    """The detection of a hanging worker: one without progress for at least `patience` seconds, and for much longer than
+    in any finished training. Silences in trainings that are stopped one after another are added up."""
 
     def __init__(self, patience: float) -> None:
         self._patience = patience
@@ -212,7 +211,6 @@ class WorkerWatch:
         self.is_resting = False  # True once the run has ended, so that no progress is expected
 
     def begin(self, now: float) -> None:
-        """Start to watch a training that begins at the time `now`."""
         self._since, self._pause, self.is_resting = now, 0.0, False
 
     def rest(self) -> None:
@@ -220,27 +218,27 @@ class WorkerWatch:
         self._since, self.is_resting = None, True
 
     def progress(self, now: float) -> None:
-        """Record progress at the time `now`, and the length of the pause before it."""
+        """Record that the worker made progress at the time `now`, and how long it had made none."""
         self._pause = max(self._pause, self._silent(now))
         self.forgive(now)
 
     def forgive(self, now: float) -> None:
-        """Ignore the silence before `now`, because the worker may have waited for an average."""
+        """Count the silence anew from the time `now`, because the worker may have waited for an average."""
         if self._since is not None:
             self._silence, self._since = 0.0, now
 
     def finish(self, now: float) -> None:
-        """Record that the training was finished, and its longest pause."""
+        """Record that the training was finished at the time `now`, and the longest pause in it."""
         self.progress(now)
         self._since, self._longest = None, max(self._pause, self._longest or 0.0)
 
     def end(self, now: float) -> None:
-        """Stop watching, and add the silence of an unfinished training to that of the next one."""
+        """Stop watching at the time `now`. The silence of an unfinished training counts towards the next training's."""
         self._silence, self._since = self._silent(now), None
 
     def is_stuck(self, now: float) -> bool:
-        """Return True if there has been no progress for longer than `patience` and than STUCK times the longest pause
-        in finished trainings. Return False before the first training is finished."""
+        """Return True if there has been no progress for longer than `patience`, and longer than STUCK times the longest
+        pause in finished trainings. Before the first finished training return False."""
         if self._since is None or self._longest is None:
             return False
         return self._silent(now) > max(self._patience, STUCK * self._longest)

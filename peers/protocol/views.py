@@ -16,8 +16,8 @@ from peers.values.wire import digest_of, pack_plain
 
 
 class Views:
-    """The views of one position. `granted_by` has the peer that granted this peer its lease, and the time of the grant:
-    that peer may lead even before its beats show it at work."""
+    """The views of one position. `granted_by` has the peer that granted this peer its lease, and the time of the grant.
+    That peer may lead even before its heartbeats show it at work."""
 
     def __init__(self, context: Context, presence: Presence, log: LogState) -> None:
         self.attendance = Attendance(context, presence, log)
@@ -55,7 +55,7 @@ class Views:
         named = named_by_quorum(views, lambda peers: attendance.moves_on({peer: incarnations[peer] for peer in peers}))
         ready = attendance.ready() if is_taking_part else {}
         if self._log.last is None and not work.is_under_way:
-            ready = incarnations  # before the first entry, peers also change a leader that grants no samples
+            ready = incarnations  # before the first entry, peers also replace a leader that grants no samples
         reached = {peer: incarnation for peer, incarnation in ready.items() if views.get(peer, 0) >= pacemaker.view}
         is_running = bool(ready) and attendance.moves_on(reached)
         turns = len(self._log.ring) if self._is_log_led else 1
@@ -67,8 +67,8 @@ class Views:
         return any(self._is_there(peer) for peer in self._log.ring)
 
     def leader_of(self, view: int) -> str | None:
-        """Return the leader of a view (R1). If the log determines none (R13), it is in view 0 the lowest id of the
-        peers at work at this position, or else of the founders; in later views the peer with the lowest hash, so that
+        """Return the leader of a view (R1). If the log determines none (R13), view 0 is led by the lowest id of the
+        peers at work here (if there are none: of the founders), each later view by the lowest hash of view and id. So
         peers that hear different peers still mostly agree."""
         if self._is_log_led:
             return self._log.leader_of(view)
@@ -88,8 +88,8 @@ class Views:
         return at_work
 
     def _is_there(self, peer: str) -> bool:
-        """Return True if a peer can lead: this peer hears it and has no proof against it, and the peer's own beat shows
-        it able to lead and at work at this position."""
+        """Return True if a peer can lead: this peer hears it and has no proof against it, and the peer's own heartbeat
+        says that it can lead and is at work at this position."""
         if peer == self._context.me:
             return self._presence.can_lead
         beat = self._presence.live().get(peer)

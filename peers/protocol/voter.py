@@ -30,7 +30,7 @@ REMEMBERED = 8
 
 class Voter:
     """One peer as a voter at one position. `prepared` is the heaviest prepared header that this peer knows. `answers`
-    limits how often it answers repeated votes."""
+    limits this peer's answers to repeated votes."""
 
     def __init__(self, context: Context, presence: Presence, replica: Replica, log: LogState) -> None:
         self.prepared: Certified | None = None
@@ -46,8 +46,8 @@ class Voter:
 
     @property
     def place(self) -> VotingPlace:
-        """The position as the voting rules need it: the log before the entry, with this peer's state, and this peer's
-        keys."""
+        """The position as the voting rules need it: the log before the entry, with this peer's state digest, and this
+        peer's keys."""
         return VotingPlace(self.here, self._context.keys)
 
     @property
@@ -64,12 +64,12 @@ class Voter:
 
     @property
     def lock(self) -> Certified | None:
-        """The prepared header that binds this peer's votes at the position; None without a lock."""
+        """The prepared header that binds this peer's votes at the position; None if there is none."""
         return self.state.lock if self.state else None
 
     @property
     def has_voted(self) -> bool:
-        """True if this peer has voted at the position, so that a header it voted for may be committed."""
+        """True if this peer has voted at the position. A header that it voted for may then be committed."""
         return self.state is not None and bool(self.state.prepare or self.state.commit)
 
     # Own votes ------------------------------------------------------------------------------------------------
@@ -103,7 +103,7 @@ class Voter:
         return None
 
     def has_say(self, header: Header, group: Group) -> bool:
-        """Return True if this peer, in its incarnation, is a voter on the header."""
+        """Return True if this peer, in its present incarnation, is among the voters on the header."""
         return (self._context.me, self._context.incarnation) in electorate(self._log, header, group).voters
 
     def _sends(self, vote: Vote, header: Header, group: Group, leader: str) -> list[Send]:
@@ -126,29 +126,28 @@ class Voter:
 
     # Others' votes --------------------------------------------------------------------------------------------
     def hear(self, sender: str, vote: Vote) -> Certified | None:
-        """Count another peer's vote. Return the header with the certificate that the vote completes; None if there is
-        none."""
+        """Count another peer's vote. Return the header with the certificate that this vote completes; None if it
+        completes none."""
         if not self._may_count(sender, vote):
             return None
         self._tally.hear(sender, vote)
         return self._certified(vote.choice)
 
     def _may_count(self, sender: str, vote: Vote) -> bool:
-        """Return True if a sender's vote may count: the sender is a voter of the run, this peer itself, or a live peer,
-        which may be in a minority's group or a founder."""
+        """Return True if the vote may count, because the sender is a voter of the run, this peer itself, or a live
+        peer. A live peer may be a founder, or in a minority's group."""
         is_voter = self._log.last is not None and self._log.counts(sender, vote.incarnation)
         return is_voter or sender == self._context.me or self._presence.is_live(sender)
 
     def _note(self, header: Header, group: Group) -> None:
-        """Store a proposed header and its group, so that votes for the header can be counted."""
         self._proposed.pop(header.digest, None)
         self._proposed[header.digest] = header, group
         while len(self._proposed) > REMEMBERED:
             del self._proposed[next(iter(self._proposed))]
 
     def recount(self, choice: Choice) -> list[Certified]:
-        """Return the header with each certificate, of phase 1 or 2, that its votes already complete: votes may arrive
-        before the header. `choice` is the header's choice of phase 1."""
+        """Return the header with each certificate, of phase 1 or 2, for which enough votes have arrived, perhaps before
+        the header. `choice` is the header's choice of phase 1."""
         found = [self._certified(choice), self._certified(commit_of(choice))]
         return [certified for certified in found if certified]
 
@@ -165,9 +164,8 @@ class Voter:
         return self.prepared is None or choice_of(self.prepared).weight < choice.weight
 
     def is_prepared(self, certified: Certified) -> bool:
-        """Return True if the message has a valid prepare certificate of its header. Founders certify their own
-        founding, so before the first entry the header must also have the minimum of members, or be a minority's
-        (R13)."""
+        """Return True if the message has a valid prepare certificate of its header. Before the first entry the header
+        must also have the minimum of members, or be a minority's, because founders certify themselves (R13)."""
         certificate, least = certified.certificate, self._context.settings.minimum_peers
         if certificate is None or not self.place.is_prepared(certified.header, certificate):
             return False
@@ -176,7 +174,7 @@ class Voter:
     def proves(self, certified: Certified, sender: str) -> bool:
         """Return True if the message has a valid commit certificate of its header; otherwise report the sender."""
         assert certified.certificate is not None
-        # Before this peer's new state is digested, `self.here` has the digest of the state before.
+        # Until this peer's new state is digested, `self.here` has the digest of the state before.
         here = self.here if self._replica.is_settled else self._log
         try:
             here.check_next(certified.header)
@@ -187,8 +185,8 @@ class Voter:
         return True
 
     def pass_on(self, certified: Certified, leader: str | None, asked: Collection[str]) -> None:
-        """Forward a certificate: down a tree if there are many members; otherwise the leader sends a prepare
-        certificate to the members that it has not `asked` for vote 1, since they do not know the header."""
+        """Forward a certificate. Many members send it down a tree. If they are few, only the leader sends a prepare
+        certificate, to the members that it has not `asked` for vote 1, because they do not know the header."""
         assert certified.certificate is not None
         header, group, me = certified.header, certified.certificate.group, self._context.me
         members = audience(self._log, header, group)
@@ -211,7 +209,7 @@ class Voter:
 
 # Receivers of votes and certificates --------------------------------------------------------------------------
 def choice_of(certified: Certified) -> Choice:
-    """Return the choice that the votes of a header's certificate are for."""
+    """Return the choice that the votes in a header's certificate are for."""
     assert certified.certificate is not None
     return certified.certificate.choice
 
@@ -222,7 +220,7 @@ def commit_of(choice: Choice) -> Choice:
 
 
 def audience(log: LogState, header: Header, group: Group) -> tuple[str, ...]:
-    """Return the peers that receive a header's votes and certificates: its members, and all that vote on it."""
+    """Return the peers that receive a header's votes and certificates: its members, and all voters on it."""
     return tuple(dict.fromkeys([*header.peers, *(peer for peer, _ in electorate(log, header, group).voters)]))
 
 
@@ -232,7 +230,7 @@ def is_open(log: LogState, header: Header, group: Group) -> bool:
 
 
 def forward_to(me: str, leader: str, members: Sequence[str]) -> tuple[str, ...]:
-    """Return the members to which `me` forwards a certificate: its children in a tree with the leader at the root. A
+    """Return the members to which `me` forwards a certificate: its children in a tree whose root is the leader. A
     member whose parent in the tree is gone asks the leader again."""
     order = [leader, *(peer for peer in members if peer != leader)]
     first = order.index(me) * FANOUT + 1 if me in order else len(order)

@@ -1,5 +1,5 @@
-"""The voting rules of one peer: the votes that it gives at a position of the log, and the record that it must write to
-the disk first.
+"""The voting rules of one peer: the votes that it gives at a position of the log, and the record that it must first
+write to the disk.
 
 Two votes make an entry. In phase 1 a voter agrees to a proposal; a quorum of these votes is a *prepare certificate*. In
 phase 2 a voter *locks* the header of a prepare certificate; a quorum of these votes commits the entry. Safety rests on
@@ -142,7 +142,7 @@ def vote_prepare(
     state: VoterState, propose: Propose, place: VotingPlace, objection: Refusal | None = None
 ) -> Cast | Refusal:
     """Return vote 1, which agrees to a proposal, or the voter's refusal. A voter that has agreed to the proposal before
-    returns the same bytes again.
+    returns the same vote again.
 
     `objection` is the round's reason against the proposal (R5.5 to R5.11).
     """
@@ -169,7 +169,7 @@ def vote_prepare(
 
 def vote_commit(state: VoterState, prepared: Certified, place: VotingPlace) -> Cast | Refusal:
     """Return vote 2, which locks the header of a prepare certificate, or the voter's refusal. The voter needs neither
-    vote 1 nor the payload: it fetches the payload from voters that gave vote 1."""
+    vote 1 nor the payload, because it can fetch the payload from voters that gave vote 1."""
     header, certificate = prepared.header, prepared.certificate
     if certificate is None:
         return Refusal.NO_PREPARE
@@ -191,8 +191,8 @@ def vote_commit(state: VoterState, prepared: Certified, place: VotingPlace) -> C
 
 
 def _why_not_in(state: VoterState, ballot: Ballot, last: Vote | None) -> Refusal | None:
-    """Return the refusal of a voter that gives no new vote in a ballot; None if it may vote. `last` is its last vote of
-    the same phase."""
+    """Return the reason why a voter may give no new vote in a ballot; None if it may. `last` is its last vote of the
+    same phase."""
     if state.is_closed:
         return Refusal.CLOSED
     if ballot < state.promised or ballot <= FIRST:
@@ -201,8 +201,9 @@ def _why_not_in(state: VoterState, ballot: Ballot, last: Vote | None) -> Refusal
 
 
 def _is_bound(lock: Certified | None, propose: Propose) -> bool:
-    """Return True if the voter's lock forbids vote 1 for the proposal: the proposal shows neither a heavier
-    certificate, nor one as heavy for the locked header. A minority's lock binds only in a minority's ballots."""
+    """Return True if the voter's lock forbids vote 1 for the proposal. The lock allows only proposals with a heavier
+    certificate, or with one as heavy and for the locked header. A minority's lock binds only in a minority's
+    ballots."""
     if lock is None:
         return False
     locked = _choice_of(lock)
@@ -217,7 +218,6 @@ def _is_bound(lock: Certified | None, propose: Propose) -> bool:
 
 
 def _choice_of(lock: Certified) -> Choice:
-    """Return the choice that the votes of a lock's certificate are for."""
     assert lock.certificate is not None, "a lock has its prepare certificate"
     return lock.certificate.choice
 
@@ -229,11 +229,11 @@ def _sign(state: VoterState, choice: Choice, place: VotingPlace) -> Vote:
 
 # Record on the disk --------------------------------------------------------------------------------------------
 class RecordError(ValueError):
-    """A voting record that is damaged, or of another version, run or peer. Its peer becomes another incarnation."""
+    """A damaged voting record, or one of another version, run or peer. The peer becomes another incarnation."""
 
 
 class VotingRecord(Value):
-    """A peer's votes in one run, as its disk stores them. Immutable: each change returns a new record to write.
+    """A peer's votes in one run, as stored on its disk. Immutable: each change returns a new record to write.
 
     `incarnation` numbers this unbroken memory of votes: a peer that restarts with its record is the same voter, and one
     that has lost it takes another number. From index `left` on the peer has promised not to vote. Below index
@@ -261,7 +261,7 @@ class VotingRecord(Value):
         return VoterState(position=position, incarnation=self.incarnation)
 
     def after(self, state: VoterState) -> VotingRecord:
-        """Return the record with this state. Above POSITIONS states, those of the oldest positions are dropped."""
+        """Return the record with this state. Beyond POSITIONS states those of the oldest positions are dropped."""
         others = [known for known in self.states if known.position != state.position]
         states = sorted([*others, state], key=lambda one: (one.position.index, one.position.fragment))
         dropped = states[: max(0, len(states) - POSITIONS)]
@@ -269,17 +269,17 @@ class VotingRecord(Value):
         return self.model_copy(update={"states": tuple(states[len(dropped) :]), "forgotten": forgotten})
 
     def closed(self, position: Position) -> VotingRecord:
-        """Return the record with the position marked as closed: its certified entry is known, so its votes are dropped
-        and no more are given."""
+        """Return the record with the position marked as closed, because its certified entry is known. The votes there
+        are dropped, and no more are given."""
         return self.after(VoterState(position=position, incarnation=self.incarnation, is_closed=True))
 
     @property
     def departure(self) -> int:
-        """The index after the last one at which the peer may have voted."""
+        """The index after the highest one at which the peer may have voted."""
         return max([self.forgotten, *(state.position.index + 1 for state in self.states)])
 
     def farewell(self) -> tuple[VotingRecord, Departure]:
-        """Return the record of a peer that leaves the run, and the farewell for the peer to sign."""
+        """Return the record of a peer that leaves the run, and the farewell, which the peer must sign."""
         left = self.departure if self.left is None else self.left
         departure = Departure(run=self.run, peer=self.peer, incarnation=self.incarnation, index=left)
         return self.model_copy(update={"left": left}), departure
@@ -318,8 +318,8 @@ class Tally:
     _votes: dict[tuple[str, Phase], Vote] = field(default_factory=dict)
 
     def hear(self, peer: str, vote: Vote) -> bool:
-        """Store a vote if its signature is valid and its ballot newer than that of the peer's last vote in the phase.
-        Return True if the vote is stored."""
+        """Store a vote if its signature is valid, and its ballot is newer than that of the peer's last vote in this
+        phase. Return True if the vote is stored."""
         key = peer, vote.choice.phase
         before = self._votes.get(key)
         is_new = before is None or before.choice.ballot < vote.choice.ballot
@@ -338,7 +338,7 @@ class Tally:
     def certificate(
         self, header: Header, choice: Choice, farewells: Mapping[str, tuple[int, bytes]], group: Group = ()
     ) -> Certificate | None:
-        """Return the certificate of the votes for this choice of the header; None while they are too few."""
+        """Return the certificate made of the votes for this choice of the header; None while there are too few."""
         signatures = {
             (peer, vote.incarnation): vote.signature for (peer, _), vote in self._votes.items() if vote.choice == choice
         }

@@ -12,7 +12,7 @@ from peers.log.state import LogState
 
 
 def weights_of(members: Iterable[Member], log: LogState, settings: RunSettings) -> dict[str, float]:
-    """Return the weight of each member of the next entry: its tokens; in an asynchronous run fewer for older work."""
+    """Return the weight of each member of the next entry: its tokens; in an asynchronous run less for older work."""
     if settings.contributions is None:
         return {member.peer: member.tokens for member in members}
     return {member.peer: aged(member.tokens, log.age(member.peer)) for member in members}
@@ -20,6 +20,6 @@ def weights_of(members: Iterable[Member], log: LogState, settings: RunSettings) 
 
 def aged(tokens: int, age: int) -> int:
     """Return the weight of tokens that are `age` outer steps old: tokens / sqrt(1 + age), as in FedBuff (arXiv
-    2106.06639). Weights are whole numbers, so that their sums are exact in any order. They are the same on every
-    machine, since both operations round correctly."""
+    2106.06639). Weights are whole numbers, so that sums are exact in any order. They are the same on every machine,
+    because both operations round correctly."""
     return max(1, int(tokens / math.sqrt(1 + age))) if age and tokens else tokens
