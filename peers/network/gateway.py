@@ -170,7 +170,7 @@ class Gateway:
 
 
 class Arrivals(asyncio.DatagramProtocol):
-    """A queue of received datagrams with their senders' hosts; None means that the remote port has no listener."""
+    """A queue of received datagrams with their senders' hosts. A None means that nothing listens at the other end."""
 
     def __init__(self) -> None:
         self.queue: asyncio.Queue[tuple[bytes, str] | None] = asyncio.Queue(DATAGRAM_LIMIT)
@@ -230,7 +230,7 @@ def _pack_nat_pmp_map(port: int, lifetime: int, suggested_port: int) -> bytes:
 
 
 def _read_nat_pmp_map(data: bytes, port: int, address: IPv4Address) -> Mapping | int | None:
-    """Return the mapping of this port at `address` in a NAT-PMP answer, or the answer's error code; otherwise None."""
+    """Return this port's mapping at `address` in a NAT-PMP answer, or its error code; None for any other datagram."""
     code = _nat_pmp_code(data, MAP_TCP)
     if code != SUCCESS or len(data) != NAT_PMP_MAP_ANSWER.size:
         return code or None
@@ -239,7 +239,7 @@ def _read_nat_pmp_map(data: bytes, port: int, address: IPv4Address) -> Mapping |
 
 
 def _nat_pmp_code(data: bytes, operation: int) -> int | None:
-    """Return the result code of a NAT-PMP answer to this operation, which may have only eight bytes; otherwise None."""
+    """Return the result code of a NAT-PMP answer to this operation; None for any other datagram."""
     if not 8 <= len(data) <= NAT_PMP_MAP_ANSWER.size or data[:2] != bytes((NAT_PMP_VERSION, operation | IS_ANSWER)):
         return None
     return int.from_bytes(data[2:4], "big")
