@@ -223,14 +223,12 @@ async def _work_until_stopped(node: _BootstrapNode, beside: Sequence[NodeTask], 
 
 
 def _report_failure(task: asyncio.Task[None]) -> None:
-    """Log the error with which a background task of the node ended, and report the error to the health check."""
     if not task.cancelled() and (error := task.exception()) is not None:
         logger.error("a part of this node has failed: restart it", exc_info=error)
         HEALTH.failing("bootstrap", f"a part of this node has failed: {error}")
 
 
 async def _give_life_signs() -> None:
-    """Report to the health check every few seconds that the event loop runs, until cancelled."""
     try:
         while True:
             HEALTH.expect("bootstrap", LIFE_SIGN_LIMIT, "this node has not come to its work")

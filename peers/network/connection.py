@@ -462,7 +462,6 @@ class DirectReads(asyncio.BufferedProtocol):
             self._end(TimeoutError(f"no byte came for {patience:g} s"))
 
     def _end(self, error: Exception | None = None) -> None:
-        """End the waiting read, if any: successfully, or with this error."""
         if self._ready is None or self._ready.done():
             return
         if error is None:

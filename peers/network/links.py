@@ -163,7 +163,7 @@ class Links:
         return {peer: way for peer, way in self._ways.items() if way.contact}
 
     def tidy(self, peer: str) -> None:
-        """Drop a peer's `_Way` (our data about it), unless its heartbeat is known, or it is connected or just dialled."""
+        """Drop a peer's `_Way` (our data about it), unless its heartbeat is known, or it is connected or dialled."""
         way = self._ways.get(peer)
         if way and not (way.contact or way.link.is_up or way.is_busy or way.dials):
             del self._ways[peer]

@@ -116,7 +116,6 @@ class ManifestStore:
         return forgotten
 
     def _keep_origin(self, run_id: str, origin: _Origin) -> None:
-        """Store a run's origin in memory and in a file. Raises: OSError."""
         self._origins[run_id] = origin
         text = f"{origin.network} {IS_USED if origin.is_used else ''}"
         write_whole(self._directory / f"{run_id}{ORIGIN_SUFFIX}", [text.encode()])
@@ -192,7 +191,6 @@ class ManifestStore:
         return oldest if time.time() - used_at[oldest] >= QUIET_LIMIT else None
 
     def _forget(self, run_id: str) -> None:
-        """Delete all files of a run. Raises: OSError."""
         for suffix in (SUFFIX, ORIGIN_SUFFIX, REVOKED_SUFFIX, SIGNED_SUFFIX):
             (self._directory / f"{run_id}{suffix}").unlink(missing_ok=True)
         self._origins.pop(run_id, None)
