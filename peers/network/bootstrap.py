@@ -103,7 +103,7 @@ class _BootstrapNode:
         self._of_networks = Allowances(ANNOUNCEMENTS_BURST, ANNOUNCEMENTS_RATE, NETWORKS_TOGETHER)
 
     async def begin(self) -> None:
-        """Register the runs in the store, and the handlers of calls. Then put all their manifests into the DHT."""
+        """Register the stored runs and the handlers of calls. Then put the manifests of these runs into the DHT."""
         self.transport.runs.admissions.on_revoked = partial(self.store.keep, REVOKED_SUFFIX)
         self.transport.runs.on_heads = partial(self.store.keep, SIGNED_SUFFIX)
         for manifest in self.store:
@@ -115,7 +115,7 @@ class _BootstrapNode:
         await self.publish()
 
     def _learn(self, manifest: SignedManifest) -> None:
-        """Register a run's manifest with the transport, and its stored signed heads, revoked tickets and our ticket."""
+        """Register a run with the transport: its manifest, stored signed heads and revoked tickets, and our ticket."""
         run, runs = manifest.run_id, self.transport.runs
         self.transport.learn(manifest)
         try:
@@ -170,7 +170,7 @@ class _BootstrapNode:
             await self.publish()
 
     async def publish(self) -> None:
-        """Store every manifest in the DHT again, and count the live peers of each run."""
+        """Store every manifest in the DHT, and count the live peers of each run."""
         manifests = list(self.store)
         metrics.KNOWN_RUNS.set(len(manifests))
         _is_publishing()

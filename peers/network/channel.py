@@ -51,8 +51,8 @@ Frame: TypeAlias = tuple[Item, bytes, Buffer]
 """A chunk for a stream: the sender's own key for it, header and data."""
 
 PLACE_WAIT = 20.0  # seconds that a pull waits for a free place, at most
-FEW_PLACES = 2  # places of one peer, at most, while few places are free: the peer may have abandoned one of its pulls
-LONGEST_HELD = 600.0  # seconds for which a pull may hold its place, and for which the peer that pulls waits for it
+FEW_PLACES = 2  # places of one peer, at most, while few places are free; two, as the peer may have given up one pull
+LONGEST_HELD = 600.0  # seconds for which a pull may hold its place, and for which the peer that asked waits for data
 
 
 class PeerUnreachableError(DilocoPeerError):
@@ -293,7 +293,7 @@ async def serve_pull(channel: Channel, serve: Serve) -> None:
 
 
 class ChunkSender(Generic[Item]):
-    """The sending end of a stream of chunks. If the stream breaks, the confirmed chunks are not sent again."""
+    """The sending end of a stream of chunks. Chunks confirmed before the stream breaks need not be sent again."""
 
     def __init__(self, channel: Channel, under_way: Callable[[], int] = lambda: BYTES_UNDER_WAY) -> None:
         """Create a sender. `under_way` returns the limit of bytes that are sent and not yet confirmed. Two frames are
@@ -317,8 +317,8 @@ class ChunkSender(Generic[Item]):
         following: Callable[[], Awaitable[Frame[Item] | None]],
         answered: Callable[[Item, bool, float], None],
     ) -> None:
-        """Send the chunks that `following` returns until it returns None, and wait until the receiver has answered all
-        of them.
+        """Send the chunks that `following` returns, until it returns None. Then wait until the receiver has answered
+        all chunks.
 
         `answered` is called with each item, whether it is taken, and the seconds of the stream that it took. The first
         frames follow the header at once: on a long link, waiting for the verdict would take as long as they do.
@@ -409,7 +409,7 @@ async def receive_chunks(channel: Channel, admit: Callable[[str, bytes], Awaitab
 
 
 class Places:
-    """Limits on the pulls served at once: `count` in all, and `each` for one peer.
+    """Limits on the number of pulls that are served at once: `count` in all, and `each` for one peer.
 
     While less than half of them are free, a peer may have only `FEW_PLACES`: otherwise a few slow peers would hold all
     of them for long.

@@ -226,7 +226,7 @@ class TlsTransport(asyncio.Transport):
         return self._protocol
 
     def set_protocol(self, protocol: asyncio.BaseProtocol) -> None:
-        """Set the protocol that gets received data. It must be a BufferedProtocol before reading is resumed."""
+        """Set the protocol that gets received data: a BufferedProtocol, at the latest when reading is resumed."""
         self._protocol = cast(asyncio.BufferedProtocol, protocol)
 
     # Receiving ------------------------------------------------------------------------------------------------
@@ -312,7 +312,7 @@ class TlsTransport(asyncio.Transport):
             self._send()
 
     def _send(self) -> None:
-        """Send the encrypted bytes. Send those that the kernel does not accept when the socket is writable again."""
+        """Send the encrypted bytes. If the kernel accepts no more, send the rest when the socket is writable again."""
         try:
             while self._unsent or self._outgoing.pending:
                 self._unsent = self._unsent or memoryview(self._outgoing.read())
@@ -415,7 +415,7 @@ class DirectReads(asyncio.BufferedProtocol):
                 self._choose_low_water()
 
     def _choose_low_water(self) -> None:
-        """Set how many bytes must arrive to wake the read: the missing bytes minus RECORD, from 1 to LOW_WATER."""
+        """Set how many bytes wake the read: the missing bytes minus RECORD, but at least 1 and at most LOW_WATER."""
         self._wake_after(max(1, min(LOW_WATER, len(self._memory) - self._count - RECORD)))
 
     def _wake_after(self, wanted: int) -> None:
@@ -489,7 +489,7 @@ class DirectReads(asyncio.BufferedProtocol):
                 self._transport.pause_reading()
 
     def eof_received(self) -> bool:
-        """End the waiting read, because the peer sends no more. Return False for TLS, which then allows no writing."""
+        """End the waiting read, as the peer sends no more. Return True if we may still write, which TLS forbids."""
         self.has_ended = True
         self._end(self._incomplete())
         return not self._is_tls

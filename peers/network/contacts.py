@@ -32,7 +32,7 @@ def contacts_of(heartbeats: Iterable[Heartbeat]) -> dict[str, Contact]:
 
 
 def open_volunteers(heartbeats: Iterable[Heartbeat], me: str) -> tuple[str, ...]:
-    """Return the multiaddrs of a few volunteers that the internet can dial; they introduce peers if no node does.
+    """Return multiaddrs of a few volunteers that all peers can dial. They introduce peers if no bootstrap node does.
 
     They are the same few for every peer, so that any two peers have one in common.
     """

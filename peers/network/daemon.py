@@ -415,7 +415,7 @@ def _port_in_use(port: str, host: str) -> InUseError:
 
 
 def unreachable(initial_peers: Sequence[str]) -> SwarmUnreachableError:
-    """Return an error for users: no bootstrap node answered at these addresses."""
+    """Return the error that tells users that no bootstrap node answered at these addresses."""
     return SwarmUnreachableError(
         f"no bootstrap node answered at {', '.join(initial_peers)}.",
         "The address of another node will do, too, or that of a volunteer that others can dial: --initial-peer.",

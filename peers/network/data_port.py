@@ -65,7 +65,7 @@ STRANGERS_OF_ONE_NETWORK = 80  # connections of one network that sent no opening
 PAUSE = 1.0  # seconds without accepting connections, after too many files were open
 UNKNOWN_OF_ONE_NETWORK = 160  # linked peers of one network whose heartbeats are unknown, at most; one NAT may hide many
 NEWCOMERS_PER_SECOND = 2.0  # new linked peers of one network per second, after the first UNKNOWN_OF_ONE_NETWORK
-ALL_NETWORKS = 10**6  # all networks together may add this many times as many peers as one network: no limit
+ALL_NETWORKS = 10**6  # all networks together may add this many times as many peers as one network: in effect no limit
 
 TOKEN_LIFETIME = 30.0  # seconds for which a token is valid; both peers must connect within them
 TOKENS = 1024  # valid tokens at once, at most
@@ -145,7 +145,7 @@ class ProbeAnswer(Value):
 
 
 async def probe(endpoint: str, ports: tuple[int, ...] = (), local_port: int = 0) -> ProbeAnswer:
-    """Send a probe to the node at `endpoint`; return the answer. Raises: OSError; RemoteProtocolError if invalid."""
+    """Probe the node at `endpoint`, and return its answer. Raises: OSError; RemoteProtocolError if it is invalid."""
     try:
         async with asyncio.timeout(PROBE_TIMEOUT):
             with await dial(endpoint, PROBE_TIMEOUT, local_port) as sock:
@@ -288,7 +288,7 @@ class Strangers:
 # Relaying -----------------------------------------------------------------------------------------------------------
 @dataclass
 class _Meeting:
-    """The connections of two peers that showed this relay one token. The first of each pair waits for the second."""
+    """Connections of two peers that showed this relay the same token. The first of each pair waits for the second."""
 
     asker: str
     waiting: dict[int, socket.socket] = field(default_factory=dict)

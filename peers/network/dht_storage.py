@@ -182,7 +182,7 @@ class _BoundedStorage(DHTLocalStorage):  # type: ignore[misc]  # hivemind has no
         return is_stored
 
     def _leaving(self, key: Any, records: Any) -> Any:
-        """Return a random unprotected subkey to replace, from the newer half. hivemind lists the oldest first."""
+        """Return a random unprotected subkey from the newer half of `records`, which are in order of arrival."""
         newer = [subkey for subkey, _ in records.items()][RECORDS // 2 :]
         return self._chance.choice([one for one in newer if one not in self._named.get(key, ())])
 

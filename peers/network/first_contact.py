@@ -159,7 +159,7 @@ GREETING = b"\x13/multistream/1.0.0\n"  # the first bytes that a libp2p node sen
 TLS = b"\x0b/tls/1.0.0\n"  # proposes TLS; a node that agrees answers with the same bytes
 KEY_EXTENSION = x509.ObjectIdentifier("1.3.6.1.4.1.53594.1.1")
 """The extension of a libp2p node's certificate that contains its key."""
-PUBLIC_KEY, KEY_BYTES = b"\x08\x01\x12\x20", 32  # bytes before an Ed25519 key in KEY_EXTENSION; length of the key
+PUBLIC_KEY, KEY_BYTES = b"\x08\x01\x12\x20", 32  # prefix of an Ed25519 key in KEY_EXTENSION; the key's length in bytes
 KEY_SECONDS = 3.0  # seconds to wait for an answering node to prove its key
 TCP = re.compile(r"/(?:ip4|ip6|dns|dns4|dns6)/(?P<host>[^/]+)/tcp/(?P<port>\d{1,5})/p2p/[^/]+/?")
 

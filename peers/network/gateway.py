@@ -64,7 +64,7 @@ class Mapping:
 
 
 def default_gateway() -> Where | None:
-    """Return the host and UDP port of the default gateway for both protocols; None if there is no gateway."""
+    """Return the default gateway's host, and its UDP port for PCP and NAT-PMP; None if there is no gateway."""
     try:
         address = _read_default_gateway(ROUTES.read_text(encoding="ascii", errors="replace"))
     except OSError:

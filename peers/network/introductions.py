@@ -87,7 +87,7 @@ class _MeetingRequest(Value):
 
 
 class _Introduced(Value):
-    """The answer to `_Introduce` and `_MeetingRequest`: the other peer's endpoints that the node sees, and a token."""
+    """The answer to `_Introduce` and `_MeetingRequest`: the endpoints of the peer to connect with, and a token."""
 
     endpoints: Endpoints
     token: Token | None = None
@@ -140,7 +140,7 @@ class Arranging:
         return tuple(dict.fromkeys(endpoint for node in self._ours.values() for endpoint in node.seen or ()))
 
     def look_again(self) -> None:
-        """Check anew which nodes we reach, and which of our endpoints they reach, because our network has changed."""
+        """Make `keep` check again which nodes we reach, and which of our endpoints they reach, in a changed network."""
         for node in (*self._known.values(), *self._ours.values()):
             node.is_reached, node.seen = False, None
         self._changed.set()
@@ -289,7 +289,7 @@ class Arranging:
         return pack(_Introduced(endpoints=self._seen_here(request.to, theirs.endpoints), token=token))
 
     def _seen_here(self, peer: str, endpoints: Sequence[str]) -> tuple[str, ...]:
-        """Return only those `endpoints` whose hosts are the ones from which the peer is connected to this node."""
+        """Return those of the `endpoints` that are at hosts from which the peer is connected to this node."""
         hosts = {connection.host for connection in self._links.link(peer).connections}
         return tuple(endpoint for endpoint in endpoints if parse_endpoint(endpoint)[0] in hosts)
 
@@ -297,7 +297,7 @@ class Arranging:
     async def _connect_both(
         self, peer: str, ports: Sequence[int], theirs: Sequence[str], node: str, token: bytes | None, connections: int
     ) -> None:
-        """Make connections with a peer that dials us at the same time: by hole punching, or by the relay at `node`."""
+        """Connect to a peer that dials us at the same time: by hole punching; if that fails, by the relay at `node`."""
         pairs = zip(ports, public_only(theirs, node), strict=False)
         attempts = (self._dial_at_once(peer, port, endpoint, place) for place, (port, endpoint) in enumerate(pairs))
         if not any(await asyncio.gather(*attempts)) and token is not None:

@@ -71,7 +71,7 @@ class Admissions:
         """Called with each newer list of revoked tickets, so that it is kept."""
 
     def learn(self, manifest: SignedManifest, is_ours: bool = True) -> None:
-        """Record if a run is open or by invitation. Only our own runs (`is_ours`) by invitation are never displaced."""
+        """Record whether a run is open or by invitation. Of the runs that are not ours, remember only the newest."""
         run = manifest.run_id
         if not manifest.is_by_invitation:
             _remember(self._others, run, None)

@@ -76,7 +76,7 @@ class Link:
 
     @property
     def ours(self) -> int:
-        """The number of connections on which this side opens conversations; on the rest the peer does."""
+        """The number of connections on which this side opens conversations; on the others, the peer opens them."""
         return sum(one.is_ours for one in self.connections)
 
     def add(self, connection: Connection) -> None:
@@ -321,7 +321,7 @@ class _Caller:
 
 
 async def answer_calls(channel: Channel, answer: Answer) -> None:
-    """Let `answer` answer the peer's questions on a channel. Raises: the channel's error; EOFError at its end."""
+    """Let `answer` answer the peer's questions on a channel. Raises: the channel's error; EOFError when it ends."""
     await channel.read_prelude()
     await channel.accept()
     writing = asyncio.Lock()

@@ -197,7 +197,7 @@ class Links:
         return frozenset(peer for peer, way in known.items() if way.reach is None)
 
     async def link_with(self, peer: str) -> Link | None:
-        """Return the link with a peer. If it is down, make it; return None if that takes over LINK_TIMEOUT seconds."""
+        """Return the link with a peer, made first if it is down; None if it stays down for LINK_TIMEOUT seconds."""
         way = self._ways.get(peer)
         if way and way.contact and not way.link.is_up and (way.is_busy or way.is_due):
             await asyncio.wait([way.make()], timeout=LINK_TIMEOUT)
@@ -356,7 +356,7 @@ class _Way:
             await self.complete()
 
     async def complete(self) -> None:
-        """Dial a connection for the peer's conversations, unless there is one or no endpoint has answered yet."""
+        """Dial a connection for the peer's conversations, if there is none and a known endpoint has answered."""
         has_one = any(one.reach is Reach.OPEN and not one.is_ours for one in self.link.connections)
         if self.answered and not self._is_giving and self.link.is_up and not has_one:
             await self.give(self.answered, 1)
@@ -377,7 +377,7 @@ class _Way:
         await self.link.call(MORE, pack(_More(connections=count)), DIAL_TIMEOUT + HANDSHAKE_TIMEOUT)
 
     async def give(self, endpoint: str, count: int) -> None:
-        """Dial up to `count` connections for the peer's conversations. Raises: RefusalError while another call runs."""
+        """Dial up to `count` connections for the peer's conversations. Raises: RefusalError if `give` already runs."""
         if self._is_giving:
             raise RefusalError("connections for you are being dialled already")
         self._is_giving = True

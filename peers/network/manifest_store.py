@@ -146,7 +146,7 @@ class ManifestStore:
                 self._keep_origin(run_id, _Origin(origin.network, is_used=True))
 
     def _make_room(self, organiser: str, network: str) -> list[str]:
-        """Delete runs until one more of this organiser and network is within the limits. Return the deleted runs' ids.
+        """Delete runs until the limits allow one more of this organiser and network. Return the deleted runs' ids.
 
         Raises: RefusalError when there are too few, and then none is forgotten; OSError.
         """

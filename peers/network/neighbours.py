@@ -52,7 +52,7 @@ def _can_be_dialled(address: str) -> bool:
 
 @asynccontextmanager
 async def announced(peer: str, run: str, addresses: Sequence[str]) -> AsyncIterator[None]:
-    """Announce a peer and its run in the local network while the body runs. An empty `run`: it helps with any run.
+    """Announce a peer and its run in the local network during the body. An empty `run`: the peer helps with any run.
 
     `addresses` are multiaddrs; the first few are announced.
     """

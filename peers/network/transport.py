@@ -211,7 +211,7 @@ class HivemindTransport:
 
     @property
     def endpoints(self) -> tuple[str, ...]:
-        """The endpoints (IP address and TCP port) at which others may dial bulk connections to us."""
+        """The endpoints (IP address and TCP port) at which others may dial our data port."""
         return self.links.endpoints(self.addresses)
 
     def reach_of(self, peer_id: str) -> Reach | None:
@@ -248,7 +248,7 @@ class HivemindTransport:
         self.runs.admissions.check(run_id, peer_id)
 
     def credentials(self, run_id: str) -> tuple[bytes, int]:
-        """Return our ticket to a run, and the number of our list of its revoked tickets; b"" and 0 for an open run."""
+        """Return our ticket to a run, and our revocation list's version number; b"" and 0 for an open run."""
         admission = self.runs.admissions.of(run_id)
         return (admission.ticket, admission.number) if admission else (b"", 0)
 
@@ -442,7 +442,7 @@ class HivemindTransport:
             channel.close()
 
     async def on_stream(self, protocol: str, conversation: Conversation) -> None:
-        """Let `conversation` handle each stream that another peer opens by this protocol. Raises: LocalNetworkError."""
+        """Let `conversation` handle each stream that other peers open with this protocol. Raises: LocalNetworkError."""
         self._conversations[protocol] = conversation
 
         async def serve(info: Any, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
