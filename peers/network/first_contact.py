@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 FORMAT = "diloco-peer remembered peers, version 1"
 FILE_NAME = "peers.json"
-PEER_LIMIT = 32  # remembered peers, at most; the next start needs one that still answers
+PEER_LIMIT = 32  # remembered peers, at most; enough that one of them still answers at the next start
 ADDRESS_LIMIT = 4  # remembered addresses of one peer, at most
 FILE_LIMIT = 256 * 1024  # bytes of the file of peers, at most; 32 peers with four addresses of 256 characters are 40 KB
 SAVE_INTERVAL = 60.0  # seconds between two writes of the file of peers, at least

@@ -32,12 +32,12 @@ WAITS = (0.25, 0.5, 1.0, 2.0)
 """Seconds to wait for an answer before the request is sent again; the first four of both protocols."""
 DATAGRAM_LIMIT = 64  # datagrams that are read for one request, at most
 
-PORT = 5351  # UDP port of both protocols on the router
-PCP_VERSION, NAT_PMP_VERSION = 2, 0  # the protocol's version, the first byte of each message
+PORT = 5351  # UDP port of PCP and NAT-PMP on the router
+PCP_VERSION, NAT_PMP_VERSION = 2, 0  # versions of the two protocols, the first byte of each message
 PCP_MAP = 1  # PCP's code for the operation that maps a port
 EXTERNAL_ADDRESS, MAP_TCP = 0, 2  # NAT-PMP's codes for operations: report the external address, map a TCP port
 IS_ANSWER = 0x80  # the bit of an operation's code that marks an answer
-SUCCESS, UNSUPPORTED_VERSION = 0, 1  # result codes, the same in both protocols
+SUCCESS, UNSUPPORTED_VERSION = 0, 1  # result codes, the same in PCP and NAT-PMP
 TCP = 6  # the number that stands for TCP in IP packets
 PCP_LIMIT = 1100  # bytes of a PCP message, at most
 

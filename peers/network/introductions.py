@@ -48,7 +48,7 @@ logger = logging.getLogger(__name__)
 
 CONNECTIONS = 2  # connections made by one introduction: one for the streams of each side
 PUNCH_TIMEOUT = 4.0  # seconds of hole punching, at most
-ATTEMPT_TIMEOUT = 1.5  # seconds for one dial of hole punching: a SYN that arrives too early is lost
+ATTEMPT_TIMEOUT = 1.5  # seconds for one dial of hole punching; repeated, since a SYN that arrives too early is lost
 SPLICE_TIMEOUT = 10.0  # seconds to connect to a relay, at most
 HELLO_TIMEOUT = 10.0  # seconds to wait for the other peer's Hello, at most
 REFUSED_PAUSE = 0.25  # seconds before a refused port is dialled again: the other peer may not have opened its port yet

@@ -137,7 +137,7 @@ class Link:
         try:
             while True:
                 length = (await connection.reads.read(1, None))[0]
-                async with asyncio.timeout(OPEN_TIMEOUT):  # for the whole name of the protocol, not for each byte
+                async with asyncio.timeout(OPEN_TIMEOUT):  # limits the time for the whole name, not for each byte
                     protocol = (await connection.reads.read(length, None)).decode(errors="replace")
                 await self._serve(protocol, self._channel(connection, protocol))
         except (OSError, EOFError) as error:
