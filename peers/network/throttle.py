@@ -20,7 +20,7 @@ BURST = 0.05  # seconds of idle time, at most, whose unused bytes may pass later
 WINDOW = 0.5  # seconds of a window in which a rate is measured, at least
 IDLE = 1.0  # seconds; a longer time without a chunk does not count, since the link had nothing to carry
 WINDOWS = 128  # windows of a round, at most; in a long round each window is longer
-PART, LONGEST_PART = 0.25, 2.0  # length of a round's measured part, its best: fraction of the round, and seconds at most
+PART, LONGEST_PART = 0.25, 2.0  # length of a round's measured (best) part: fraction of the round; seconds at most
 KNOWN_FOR = 3600.0  # seconds for which a rate that was measured outside a round is used
 ROUNDS = 5  # last rounds whose best rate counts; not more, since links may get slower
 
