@@ -197,7 +197,7 @@ class Links:
         return frozenset(peer for peer, way in known.items() if way.reach is None)
 
     async def link_with(self, peer: str) -> Link | None:
-        """Return the link with a peer, made first if it is down; None if it stays down for LINK_TIMEOUT seconds."""
+        """Return the link with a peer; None if it is down, after trying to make it for LINK_TIMEOUT seconds at most."""
         way = self._ways.get(peer)
         if way and way.contact and not way.link.is_up and (way.is_busy or way.is_due):
             await asyncio.wait([way.make()], timeout=LINK_TIMEOUT)
