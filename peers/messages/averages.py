@@ -24,7 +24,7 @@ Absent = Annotated[tuple[PeerId, ...], Field(max_length=MEMBER_LIMIT)]
 
 
 class Origin(Value):
-    """The member that averaged a chunk, and its signature of the average."""
+    """The origin of an average: the member that averaged the chunk, and that member's signature."""
 
     reducer: PeerId
     signature: Signature

@@ -30,8 +30,8 @@ Path = Annotated[bytes, Field(strict=True, max_length=MOST_LEVELS * NODE.size)]
 
 
 class Author(Value):
-    """The author of a commitment: the peer, its incarnation, the position, and the number of its training at the
-    position, since a peer may train more than once at one position."""
+    """The author of a commitment: the peer, its incarnation, the position, and the count of the peer's trainings at the
+    position so far, since it may train there more than once."""
 
     peer: PeerId
     incarnation: Count
@@ -40,8 +40,7 @@ class Author(Value):
 
 
 class _Pledge(Value):
-    """The text that a member signs: the contribution to which it commits. A member signs one such text for each
-    round."""
+    """The text that a member signs to commit to a contribution. A member signs one such text in each round."""
 
     author: Author
     digest: Digest
@@ -78,8 +77,8 @@ class Contribution(Value):
 
 
 class Norms(Value):
-    """The squared norms of all contributions to a round, in roster order, and a digest of their other fields. A member
-    that averages no chunk needs no more."""
+    """The squared norms of all contributions to a round, in roster order, and a digest of the contributions' other
+    fields. A member that averages no chunk needs only these, and not the contributions."""
 
     squares: Annotated[tuple[Squares, ...], Field(max_length=MEMBER_LIMIT)]
     rest: Digest
@@ -151,7 +150,7 @@ class CommittedChunk(Value):
 
 
 def commit_to(root: Sum, author: Author, keys: Keys, format: int = 0) -> Commitment:
-    """Return the commitment that this peer signs, as the author, to a contribution with this root."""
+    """Sign and return this peer's commitment to a contribution with this root. This peer must be the `author`."""
     signature = keys.sign(_pledge(root, author, format).text)
     contribution = Contribution(digest=root.digest, squares=root.squares, number=author.number, format=format)
     return contribution.signed(signature)

@@ -189,7 +189,7 @@ class Propose(Value):
 
     @cached_property
     def choice(self) -> Choice:
-        """The choice for which a voter signs if it agrees with this proposal, in phase 1."""
+        """The choice that a voter signs in phase 1 if it agrees with this proposal."""
         return Choice(
             ballot=self.ballot,
             phase=Phase.PREPARE,
@@ -270,7 +270,7 @@ Message = (
 
 
 class Unread(Value):
-    """A message about another position than the receiver's, so that the receiver can read only the position."""
+    """A message about another position than the receiver's own. The receiver can read only the position."""
 
     position: Position
 

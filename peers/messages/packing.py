@@ -32,8 +32,8 @@ class HasLog(Protocol):
 
 
 def _forms_of(kind: type[Message]) -> dict[str, Form | None]:
-    """Return the fields of a kind of message, except its position, each with its short form; None for fields without
-    one."""
+    """Return the short form of each field of a kind of message, by name; None for a field without a short form. The
+    position is left out."""
     hints = get_type_hints(kind, include_extras=True)
     fields = [name for name in kind.model_fields if hints[name] is not Position]
     return {name: next((form for hint, form in FORMS if hint == hints[name]), None) for name in fields}
@@ -89,7 +89,7 @@ def open_envelope(run: str, data: bytes) -> tuple[type[Message], Position, list[
 
 
 def _shown(plain: object) -> str:
-    """Return a value in a short form for an error message. A list may be nested too deeply to print."""
+    """Return a short text for a value in an error message; for a list only its type, as it may be nested too deeply."""
     return f"{plain!r:.40}" if isinstance(plain, int | str) else type(plain).__name__
 
 
@@ -111,14 +111,14 @@ def _understand(
     """Return the message of this kind with these field values. `log` is the log at `position`; None if the receiver
     does not have it. Raises: WireError."""
     if log is not None:
-        return _read(kind, log.position, values, log)  # the log's own position object, which compares faster
+        return _read(kind, log.position, values, log)  # comparisons with the log's own position object are faster
     if kind not in RELATIVE:
         return _read(kind, position, values, log)
     return None if kind is Certified else Unread(position=position)
 
 
 def _read(kind: type[Message], position: Position, values: Sequence[object], log: LogState | None) -> Message:
-    """Return the message of this kind with these field values, short forms expanded. Raises: WireError."""
+    """Return the message of this kind with these field values, after expanding short forms. Raises: WireError."""
     fields: dict[str, object] = {}
     for (name, form), plain in zip(FIELDS[kind].items(), values, strict=True):
         value = plain
@@ -159,7 +159,7 @@ class Packer:
         self._run = peer.log.run
         self._last: dict[type[Message], tuple[Message, bytes]] = {}  # last packed message of each kind, with its bytes
         self._here = peer.log
-        self._read_here: dict[str, tuple[bytes, Message | Unread | None]] = {}  # last Ready, by sender: bytes, message
+        self._read_here: dict[str, tuple[bytes, Message | Unread | None]] = {}  # by sender: last Ready, packed and read
 
     def pack(self, message: Message) -> bytes:
         """Return the bytes of a message. Raises: LogError when the message's position is no longer in this peer's
@@ -172,7 +172,7 @@ class Packer:
 
     def unpack(self, sender: str, data: bytes) -> Message | Unread | None:
         """Return the message in these bytes, as `unpack_message` does. A Ready with the same bytes as the sender's last
-        one is not read again, since members repeat theirs until they are answered. Raises: WireError."""
+        Ready is not read again, since members repeat a Ready until they are answered. Raises: WireError."""
         if self._here is not self._peer.log:
             self._here, self._read_here = self._peer.log, {}
         last, read = self._read_here.get(sender, (b"", None))
@@ -187,8 +187,8 @@ class Packer:
         return message
 
     def log_at(self, position: Position) -> LogState | None:
-        """Return the log at a recent position, before any entry of its cycle; None if the position is not in this
-        peer's recent log."""
+        """Return the log at a recent position, without the entries made in its cycle; None if the position is not in
+        this peer's recent log."""
         log: LogState | None = self._peer.log
         if log is not None and not position.is_in_cycle_of(log.position):
             log = self._peer.lineage.start(position.head)

@@ -30,7 +30,7 @@ Named = Count | PeerId
 
 
 class _ShortName(Value):
-    """The short form of a round's name, at the message's position."""
+    """The short form of the name of a round at the message's position."""
 
     ballot: Ballot
     leader: Named
@@ -62,20 +62,16 @@ class _ShortPeers(Value):
 
 
 class _ShortCounts(Value):
-    """The short form of a mapping that has one count for each peer."""
+    """The short form of a sequence of peers, each with a count."""
 
     counts: Annotated[tuple[tuple[Named, Count], ...], Field(max_length=MEMBER_LIMIT)]
 
 
 class _ShortPairs(Value):
-    """The short form of pairs of peers."""
-
     pairs: Annotated[tuple[tuple[Named, Named], ...], Field(max_length=MEMBER_LIMIT)]
 
 
 class _ShortAverage(Value):
-    """The short form of a signed average."""
-
     chunk: Count
     digest: Digest
     absent: _ShortPeers | None
@@ -84,14 +80,11 @@ class _ShortAverage(Value):
 
 
 class _ShortAverages(Value):
-    """The short form of several signed averages."""
-
     averages: Annotated[tuple[_ShortAverage, ...], Field(max_length=1 << 16)]
 
 
 class Form(NamedTuple):
-    """The two functions of a short form: `shorten` packs a value for a position of the log, and `lengthen` unpacks
-    it."""
+    """The two functions of a short form: `shorten` makes it from a value and the log, `lengthen` restores the value."""
 
     shorten: Callable[[Any, LogState], Value | None]
     lengthen: Callable[[object, LogState], object]
@@ -119,7 +112,7 @@ def _short_peers(peers: Iterable[str], log: LogState) -> _ShortPeers:
 
 
 def _peers(plain: object, log: LogState) -> tuple[str, ...]:
-    """Return the ids of the peers in a packed _ShortPeers, sorted, since the field is a set."""
+    """Return the ids of the peers in a packed _ShortPeers. They are sorted, because the packed set has no order."""
     short = from_plain(_ShortPeers, plain)
     return tuple(sorted({*_at(log.lease_holders, short.places), *short.others}))
 
@@ -237,7 +230,7 @@ def _average(short: _ShortAverage, log: LogState) -> Averaged:
 
 
 def _optional(form: Form, empty: object) -> Form:
-    """Return a form for values that are often empty: `empty` is packed as None."""
+    """Return a form like `form`, except that it packs an empty value as None, and unpacks None as `empty`."""
     return Form(
         lambda value, log: form.shorten(value, log) if value else None,
         lambda plain, log: empty if plain is None else form.lengthen(plain, log),

@@ -92,8 +92,6 @@ async def run_bootstrap(
 
 
 class _BootstrapNode:
-    """A bootstrap node, which keeps runs' manifests in its store and in the DHT, and answers calls."""
-
     def __init__(self, transport: HivemindTransport, store: ManifestStore, shown: Mapping[str, bytes]) -> None:
         """Create a bootstrap node; `shown` maps the id of each run by invitation to the node's packed ticket."""
         self.transport = transport
@@ -105,7 +103,7 @@ class _BootstrapNode:
         self._of_networks = Allowances(ANNOUNCEMENTS_BURST, ANNOUNCEMENTS_RATE, NETWORKS_TOGETHER)
 
     async def begin(self) -> None:
-        """Register all runs in the store and the handlers of calls, then store all manifests in the DHT."""
+        """Register the stored runs and the handlers of calls. Then put the manifests of these runs into the DHT."""
         self.transport.runs.admissions.on_revoked = partial(self.store.keep, REVOKED_SUFFIX)
         self.transport.runs.on_heads = partial(self.store.keep, SIGNED_SUFFIX)
         for manifest in self.store:
@@ -117,8 +115,7 @@ class _BootstrapNode:
         await self.publish()
 
     def _learn(self, manifest: SignedManifest) -> None:
-        """Register a run's manifest with the transport, and its signed heads, revoked tickets and our ticket, if
-        any."""
+        """Register a run with the transport: its manifest, stored signed heads and revoked tickets, and our ticket."""
         run, runs = manifest.run_id, self.transport.runs
         self.transport.learn(manifest)
         try:
@@ -173,7 +170,7 @@ class _BootstrapNode:
             await self.publish()
 
     async def publish(self) -> None:
-        """Store every manifest in the DHT again, and count the live peers of each run."""
+        """Store every manifest in the DHT, and count the live peers of each run."""
         manifests = list(self.store)
         metrics.KNOWN_RUNS.set(len(manifests))
         _is_publishing()
@@ -205,7 +202,7 @@ def _is_publishing() -> None:
 
 
 async def _work_until_stopped(node: _BootstrapNode, beside: Sequence[NodeTask], stop: asyncio.Event) -> None:
-    """Store the manifests in the DHT repeatedly, and run the tasks `beside`, until `stop` is set. Raises:
+    """Store the manifests in the DHT repeatedly, and run the work in `beside`, until `stop` is set. Raises:
     LocalNetworkError if libp2p's daemon dies."""
     stopped, failed = start_task(stop.wait()), start_task(node.transport.daemon.failure())
     publishing, living = start_task(node.keep_publishing()), start_task(_give_life_signs())
@@ -226,14 +223,12 @@ async def _work_until_stopped(node: _BootstrapNode, beside: Sequence[NodeTask], 
 
 
 def _report_failure(task: asyncio.Task[None]) -> None:
-    """Log the error with which a background task of the node ended, and report the error to the health check."""
     if not task.cancelled() and (error := task.exception()) is not None:
         logger.error("a part of this node has failed: restart it", exc_info=error)
         HEALTH.failing("bootstrap", f"a part of this node has failed: {error}")
 
 
 async def _give_life_signs() -> None:
-    """Report to the health check every few seconds that the event loop runs, until cancelled."""
     try:
         while True:
             HEALTH.expect("bootstrap", LIFE_SIGN_LIMIT, "this node has not come to its work")

@@ -30,7 +30,7 @@ from peers.values.wire import DIGEST_BYTES, MESSAGE_LIMIT, Buffer, printable
 Serve: TypeAlias = Callable[[str, bytes], AbstractAsyncContextManager[tuple[bytes, Buffer]]]
 """(sender, header) -> header and data of the answer, while they are sent; RefusalError refuses."""
 MAGIC = b"DLCP"
-VERSION = 1  # version of the stream format; increased when the bytes after the prelude change
+VERSION = 1  # version of the stream format; increased when the format of the bytes after the prelude changes
 PRELUDE = struct.Struct(">4sBIQ")  # magic, version, header length in bytes, data length in bytes
 HEADER_LIMIT = MESSAGE_LIMIT  # bytes of a stream's header, at most; a snapshot's header contains a log header
 FRAME = struct.Struct(">IQ")  # a frame's header length and data length, in bytes
@@ -40,9 +40,9 @@ BYTES_UNDER_WAY = 768 << 10  # unconfirmed bytes on one stream, at most; with mo
 FRAMES_UNDER_WAY = 64  # frames sent and not confirmed on one stream, at most
 ACCEPTED, REFUSED = b"\x01", b"\x00"
 REASON_LENGTH = struct.Struct(">H")
-REASON_BYTES = 500  # bytes of a refusal's reason, at most; `printable` shows no more characters
+REASON_BYTES = 500  # bytes of a refusal's reason, at most, since `printable` shows only so many characters
 STALL_TIMEOUT = 30.0  # seconds without a byte after which the other peer counts as gone
-ANSWER_TIMEOUT = 600.0  # seconds to wait for a frame's confirmation; a slow peer first receives all frames before it
+ANSWER_TIMEOUT = 600.0  # seconds to wait for a frame's confirmation; a slow peer first receives all earlier frames
 DISCARDED_AT_ONCE = 1 << 16  # bytes of a refused stream that are read and discarded at once, at most
 CLOSE_TIMEOUT = 5.0  # seconds to wait for the other peer to close the stream
 
@@ -51,8 +51,8 @@ Frame: TypeAlias = tuple[Item, bytes, Buffer]
 """A chunk for a stream: the sender's own key for it, header and data."""
 
 PLACE_WAIT = 20.0  # seconds that a pull waits for a free place, at most
-FEW_PLACES = 2  # places for each peer while few are free: one in use, and one of a pull that the peer has abandoned
-LONGEST_HELD = 600.0  # seconds for which a pull may hold its place, and for which its reader waits for the data
+FEW_PLACES = 2  # places of one peer, at most, while few places are free; two, as the peer may have given up one pull
+LONGEST_HELD = 600.0  # seconds for which a pull may hold its place, and for which the peer that asked waits for data
 
 
 class PeerUnreachableError(DilocoPeerError):
@@ -91,7 +91,7 @@ class Channel:
         opening: bytes = b"",
     ) -> None:
         """Create one end of a stream. With `stays_open` the connection is used again, so neither end waits for it to
-        close. `opening` has bytes to send just before the prelude: see `ChunkSender._write`."""
+        close. `opening` has bytes to send in one write with the prelude, just before it."""
         self.peer = peer
         self._upload = upload
         self._gives_way_to: LinkTime | None = None
@@ -111,8 +111,8 @@ class Channel:
         await self._send(opening + PRELUDE.pack(MAGIC, VERSION, len(header), length) + header)
 
     async def read_prelude(self) -> tuple[bytes, int]:
-        """Read the stream's prelude. Return the stream's header, and the length of its data in bytes."""
-        async with asyncio.timeout(STALL_TIMEOUT):  # limits the whole prelude, not each byte
+        """Read the stream's prelude and header. Return the header, and the length in bytes of the data that follows."""
+        async with asyncio.timeout(STALL_TIMEOUT):  # limits the time for the whole prelude, not for each byte
             magic, version, header_length, length = PRELUDE.unpack(await self._read(PRELUDE.size))
         if magic == MAGIC and version != VERSION:
             raise RemoteProtocolError(self.peer, f"its streams are of version {version}; ours are of version {VERSION}")
@@ -205,8 +205,7 @@ class Channel:
             raise RemoteProtocolError(self.peer, "it confirmed other bytes than we sent")
 
     async def wait_closed(self) -> None:
-        """Wait a few seconds for the peer to read our last bytes and close the stream, unless the connection is
-        reused."""
+        """Wait a few seconds for the peer to read our last bytes and close the stream, unless the stream stays open."""
         if self._stays_open:
             return
         with suppress(TimeoutError, asyncio.IncompleteReadError):
@@ -218,7 +217,7 @@ class Channel:
         self._gives_way_to = link
 
     def close(self) -> None:
-        """Close the stream. Unsent bytes are dropped: from Python 3.12 on, they lie in the caller's own memory."""
+        """Close the stream. Drop unsent bytes, because from Python 3.12 on the caller may reuse their memory."""
         if self._writer.transport.get_write_buffer_size():
             self._writer.transport.abort()
         else:
@@ -259,7 +258,10 @@ class Channel:
 
 
 async def pull(channel: Channel, header: bytes, max_bytes: int) -> tuple[bytes, bytearray]:
-    """Send a request. Return the answer's header and data. Raises: PeerRefusedError, and errors of reading."""
+    """Send a request. Return the answer's header, and its data of at most `max_bytes` bytes.
+
+    Raises: PeerRefusedError, and the errors of `Channel`'s reads.
+    """
     await channel.send_prelude(header, 0)
     await channel.read_verdict()
     answer, length = await channel.read_prelude()
@@ -291,11 +293,11 @@ async def serve_pull(channel: Channel, serve: Serve) -> None:
 
 
 class ChunkSender(Generic[Item]):
-    """The sending end of a stream of chunks. Confirmed chunks count, even if the stream breaks later."""
+    """The sending end of a stream of chunks. Chunks confirmed before the stream breaks need not be sent again."""
 
     def __init__(self, channel: Channel, under_way: Callable[[], int] = lambda: BYTES_UNDER_WAY) -> None:
-        """Create a sender. `under_way` returns the most bytes sent and not confirmed. Two frames are always allowed,
-        since with only one the stream would idle until each confirmation."""
+        """Create a sender. `under_way` returns the limit of bytes that are sent and not yet confirmed. Two frames are
+        allowed in any case, because with only one the stream would idle until each confirmation."""
         self._channel = channel
         self._under_way = under_way
         # Chunks written and not confirmed: item, size in bytes, and the time in seconds when writing began.
@@ -315,8 +317,8 @@ class ChunkSender(Generic[Item]):
         following: Callable[[], Awaitable[Frame[Item] | None]],
         answered: Callable[[Item, bool, float], None],
     ) -> None:
-        """Send the chunks that `following` returns until it returns None, and wait until the receiver has answered all
-        of them.
+        """Send the chunks that `following` returns, until it returns None. Then wait until the receiver has answered
+        all chunks.
 
         `answered` is called with each item, whether it is taken, and the seconds of the stream that it took. The first
         frames follow the header at once: on a long link, waiting for the verdict would take as long as they do.
@@ -407,7 +409,7 @@ async def receive_chunks(channel: Channel, admit: Callable[[str, bytes], Awaitab
 
 
 class Places:
-    """Limits on the pulls served at once: `count` in all, and `each` for one peer.
+    """Limits on the number of pulls that are served at once: `count` in all, and `each` for one peer.
 
     While less than half of them are free, a peer may have only `FEW_PLACES`: otherwise a few slow peers would hold all
     of them for long.

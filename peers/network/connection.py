@@ -43,7 +43,7 @@ TO_SEND = 1 << 16  # bytes encrypted and sent at once, few enough to stay in the
 HIGH_WATER = 1 << 19  # encrypted bytes waiting to be sent, above which writers are paused
 _ciphertext = memoryview(bytearray(CIPHERTEXT))  # a read buffer, which all connections use in turn
 
-READ_AHEAD = 4096  # bytes that are received before a caller asks for them; enough for most headers
+READ_AHEAD = 4096  # bytes that are received before a caller asks for them, at most; enough for most headers
 LOW_WATER = 1 << 17
 """Bytes that must have come before we are woken, within a long read: on a long link they come in thousands of small
 pieces, and waking for each would cost more than decrypting them."""
@@ -145,7 +145,7 @@ async def welcome(sock: socket.socket, credentials: Credentials, hello: Hello, r
 
 
 async def _handshake(sock: socket.socket, peer: str, context: ssl.SSLContext, opening: bytes = b"") -> TlsTransport:
-    """Make a TLS handshake with `peer` and no other, and return the transport. The dialling end first sends `opening`.
+    """Make a TLS handshake with exactly `peer`, and return the transport. The dialling end first sends `opening`.
 
     Raises: OSError, also when it takes too long; RemoteProtocolError.
     """
@@ -226,12 +226,12 @@ class TlsTransport(asyncio.Transport):
         return self._protocol
 
     def set_protocol(self, protocol: asyncio.BaseProtocol) -> None:
-        """Set the protocol that gets received data, which must be a BufferedProtocol when reading is resumed."""
+        """Set the protocol that gets received data: a BufferedProtocol, at the latest when reading is resumed."""
         self._protocol = cast(asyncio.BufferedProtocol, protocol)
 
     # Receiving ------------------------------------------------------------------------------------------------
     def pause_reading(self) -> None:
-        """Stop reading. The event loop still watches the socket until bytes arrive, since most pauses end before."""
+        """Stop reading. The socket is still watched until bytes arrive, because most pauses end before bytes arrive."""
         self._is_reading = False
 
     def resume_reading(self) -> None:
@@ -261,10 +261,10 @@ class TlsTransport(asyncio.Transport):
         else:
             self._incoming.write_eof()
         self._decrypt()
-        self._send_now()  # sends the answer that TLS itself may have produced
+        self._send_now()  # sends TLS's own reply to what was received, if any
 
     def _decrypt(self) -> None:
-        """Decrypt all complete TLS records received so far for the protocol, until the protocol pauses reading."""
+        """Decrypt the complete TLS records received so far, and pass the data on until the protocol pauses reading."""
         while self._is_reading:
             memory = memoryview(self._protocol.get_buffer(-1))
             count, end = 0, None
@@ -312,7 +312,7 @@ class TlsTransport(asyncio.Transport):
             self._send()
 
     def _send(self) -> None:
-        """Send the encrypted bytes. The kernel accepts the remaining bytes when the socket is writable again."""
+        """Send the encrypted bytes. If the kernel accepts no more, send the rest when the socket is writable again."""
         try:
             while self._unsent or self._outgoing.pending:
                 self._unsent = self._unsent or memoryview(self._outgoing.read())
@@ -415,8 +415,7 @@ class DirectReads(asyncio.BufferedProtocol):
                 self._choose_low_water()
 
     def _choose_low_water(self) -> None:
-        """Set the number of received bytes that wake the read: the missing bytes less one TLS record, but at least
-        one."""
+        """Set how many bytes wake the read: the missing bytes minus RECORD, but at least 1 and at most LOW_WATER."""
         self._wake_after(max(1, min(LOW_WATER, len(self._memory) - self._count - RECORD)))
 
     def _wake_after(self, wanted: int) -> None:
@@ -427,7 +426,6 @@ class DirectReads(asyncio.BufferedProtocol):
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, wanted)
 
     def _take(self, count: int) -> bytes:
-        """Remove `count` bytes from the read-ahead buffer, and return them."""
         taken = bytes(self._ahead[:count])
         self._ahead_count -= count
         self._ahead[: self._ahead_count] = bytes(self._ahead[count : count + self._ahead_count])
@@ -464,7 +462,6 @@ class DirectReads(asyncio.BufferedProtocol):
             self._end(TimeoutError(f"no byte came for {patience:g} s"))
 
     def _end(self, error: Exception | None = None) -> None:
-        """End the waiting read, if any: successfully, or with this error."""
         if self._ready is None or self._ready.done():
             return
         if error is None:
@@ -492,8 +489,7 @@ class DirectReads(asyncio.BufferedProtocol):
                 self._transport.pause_reading()
 
     def eof_received(self) -> bool:
-        """End the waiting read, because the peer sends no more. Return True if writing may continue: not with TLS,
-        which has no half-closed connections."""
+        """End the waiting read, as the peer sends no more. Return True if we may still write, which TLS forbids."""
         self.has_ended = True
         self._end(self._incomplete())
         return not self._is_tls

@@ -1,4 +1,4 @@
-"""Contacts of other peers, read from heartbeats: their endpoints, and the nodes that introduce them."""
+"""Contacts of other peers, read from heartbeats: their endpoints, and the nodes that introduce them to others."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ipaddress import IPv4Address, IPv6Address, ip_address
 from peers.network.sockets import endpoint_of, parse_endpoint
 from peers.presence.heartbeat import Heartbeat, PeerState
 
-INTRODUCING_VOLUNTEERS = 2  # volunteers that each peer keeps linked for introductions, besides the invite's nodes
+INTRODUCING_VOLUNTEERS = 2  # volunteers that each peer links with so that they introduce it, besides the invite's nodes
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ def contacts_of(heartbeats: Iterable[Heartbeat]) -> dict[str, Contact]:
 
 
 def open_volunteers(heartbeats: Iterable[Heartbeat], me: str) -> tuple[str, ...]:
-    """Return the multiaddrs of a few volunteers with public addresses, which introduce peers if no bootstrap node does.
+    """Return multiaddrs of a few volunteers that all peers can dial. They introduce peers if no bootstrap node does.
 
     They are the same few for every peer, so that any two peers have one in common.
     """
@@ -48,12 +48,12 @@ def open_volunteers(heartbeats: Iterable[Heartbeat], me: str) -> tuple[str, ...]
 
 
 def may_be_dialled(contact: Contact) -> bool:
-    """Return True if a peer names an endpoint outside private networks, which others may dial."""
+    """Return True if the contact names an endpoint outside private networks, so that any peer may dial it."""
     return any(map(_is_outside, contact.endpoints))
 
 
 def host_of(address: str) -> str | None:
-    """Return the host in a multiaddr, an IP address or a DNS name; None if the multiaddr has no host."""
+    """Return the host (IP address or DNS name) in a multiaddr; None if the multiaddr has no host."""
     parts = address.split("/")
     return parts[2] if len(parts) > 2 and parts[1] in ("ip4", "ip6", "dns", "dns4", "dns6") else None
 
@@ -71,9 +71,9 @@ def own_endpoints(addresses: Sequence[str], port: int, seen: Sequence[str] = ())
 
 
 def public_only(endpoints: Sequence[str], node: str) -> tuple[str, ...]:
-    """Return the endpoints, without those of private networks if a node on the internet sent them.
+    """Return the endpoints sent by `node`. If the node is on the internet, omit endpoints in private networks.
 
-    Such a node must not make us dial machines of our own network.
+    A node on the internet must not make us dial machines of our own network.
     """
     return tuple(filter(_is_outside, endpoints)) if _is_outside(node) else tuple(endpoints)
 
@@ -107,7 +107,6 @@ def _is_outside(endpoint: str) -> bool:
 
 
 def _ip(host: str | None) -> IPv4Address | IPv6Address | None:
-    """Return a host as an IP address object; None if the host is a name."""
     try:
         return ip_address(host or "")
     except ValueError:

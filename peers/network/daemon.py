@@ -1,4 +1,4 @@
-"""Start and stop of libp2p's daemon (hivemind's p2pd), checks before its start, and its failures as our own errors.
+"""Start and stop of libp2p's daemon (hivemind's p2pd), checks before its start, and our own errors for its failures.
 
 The daemon's sockets, and its key during the start, lie in a folder that no other user may enter. The daemon ends by
 itself soon after this process dies for any reason, since its control connection breaks. After a SIGKILL only the folder
@@ -126,8 +126,10 @@ class Daemon(P2P):  # type: ignore[misc]  # hivemind has no types
             raise LocalNetworkError(f"libp2p's daemon takes no handler: {reason}.", "Start the peer again.") from error
 
     async def refresh_addresses(self) -> None:
-        """Fetch our addresses from the daemon into `addresses`, loopback last. Raises: LocalNetworkError,
-        NETWORK_ERRORS."""
+        """Fetch our addresses from the daemon into `addresses`, loopback addresses last.
+
+        Raises: LocalNetworkError, NETWORK_ERRORS.
+        """
         try:
             visible = [str(address) for address in await self.get_visible_maddrs(latest=True)]
         except ValueError as error:
@@ -176,7 +178,7 @@ class Daemon(P2P):  # type: ignore[misc]  # hivemind has no types
 
 
 def _encode(address: Any) -> Any:
-    """Return an object whose `to_bytes` gives p2pd a multiaddr: a relay's id as a hash, not as hivemind's CID."""
+    """Return an object whose `to_bytes` encodes a multiaddr for p2pd: a relay's id as a hash, not as hivemind's CID."""
     encoded = address.to_bytes().replace(AS_CID, AS_HASH)
     return SimpleNamespace(to_bytes=lambda: encoded)
 
@@ -367,7 +369,7 @@ def sweep_sockets() -> None:
 
 
 def require_free_port(address: str) -> None:
-    """Raise LocalNetworkError unless the port in a multiaddr to listen at is free.
+    """Raise LocalNetworkError unless the port in `address`, a multiaddr at which we are to listen, is free.
 
     libp2p shares ports (SO_REUSEPORT), and accepts that only one of several addresses works, so it reports no conflict.
     """
@@ -413,7 +415,7 @@ def _port_in_use(port: str, host: str) -> InUseError:
 
 
 def unreachable(initial_peers: Sequence[str]) -> SwarmUnreachableError:
-    """Return an error for users: no bootstrap node answered at these addresses."""
+    """Return the error that tells users that no bootstrap node answered at these addresses."""
     return SwarmUnreachableError(
         f"no bootstrap node answered at {', '.join(initial_peers)}.",
         "The address of another node will do, too, or that of a volunteer that others can dial: --initial-peer.",

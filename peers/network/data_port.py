@@ -61,11 +61,11 @@ PROBE_TIMEOUT = 8.0  # seconds for one probe and its answer, at most
 
 OPENING_TIMEOUT = 10.0  # seconds to wait for the opening of a new connection
 STRANGERS = 256  # connections at once that have not sent an opening yet, at most
-STRANGERS_OF_ONE_NETWORK = 80  # connections without an opening from one network, at most; a link may open 64
+STRANGERS_OF_ONE_NETWORK = 80  # connections of one network that sent no opening yet, at most; one link may open 64
 PAUSE = 1.0  # seconds without accepting connections, after too many files were open
-UNKNOWN_OF_ONE_NETWORK = 160  # linked peers of one network without a known heartbeat, at most; a NAT may hide many
-NEWCOMERS_PER_SECOND = 2.0  # linked peers of one network per second, after the first UNKNOWN_OF_ONE_NETWORK
-ALL_NETWORKS = 10**6  # all networks together may add this many times as many peers as one: in effect no limit
+UNKNOWN_OF_ONE_NETWORK = 160  # linked peers of one network whose heartbeats are unknown, at most; one NAT may hide many
+NEWCOMERS_PER_SECOND = 2.0  # new linked peers of one network per second, after the first UNKNOWN_OF_ONE_NETWORK
+ALL_NETWORKS = 10**6  # all networks together may add this many times as many peers as one network: in effect no limit
 
 TOKEN_LIFETIME = 30.0  # seconds for which a token is valid; both peers must connect within them
 TOKENS = 1024  # valid tokens at once, at most
@@ -145,7 +145,7 @@ class ProbeAnswer(Value):
 
 
 async def probe(endpoint: str, ports: tuple[int, ...] = (), local_port: int = 0) -> ProbeAnswer:
-    """Send a probe to the node at `endpoint`; return the answer. Raises: OSError; RemoteProtocolError if invalid."""
+    """Probe the node at `endpoint`, and return its answer. Raises: OSError; RemoteProtocolError if it is invalid."""
     try:
         async with asyncio.timeout(PROBE_TIMEOUT):
             with await dial(endpoint, PROBE_TIMEOUT, local_port) as sock:
@@ -169,10 +169,13 @@ async def _answer_probe(sock: socket.socket, request: _Probe) -> None:
 
 
 class Listener:
-    """The data port, listening at all of these hosts. Without a `splicer`, this node does not relay."""
+    """The data port: accepts connections at several addresses, reads their openings, and acts on each opening."""
 
     def __init__(self, hosts: Sequence[str], port: int, accept: Accept, splicer: Splicer | None) -> None:
-        """Create a data port; each socket with a Hello goes to `accept`. Raises: LocalNetworkError for a used port."""
+        """Listen at `hosts`. Call `accept` with each socket that sent a Hello. Without a `splicer`, do not relay.
+
+        Raises: LocalNetworkError if the port is in use.
+        """
         self._listeners = listen(hosts, port)
         self._accept = accept
         self._splicer = splicer
@@ -242,7 +245,7 @@ class Listener:
 
 
 class Strangers:
-    """The linked peers whose heartbeats are unknown. Their number is limited, since new peer ids cost nothing.
+    """A register of linked peers whose heartbeats are unknown. It limits their number, since new peer ids cost nothing.
 
     Each network may have a few of them, and add a few at once. If there are too many, the network that has most loses
     the one that was silent for longest.
@@ -285,7 +288,7 @@ class Strangers:
 # Relaying -----------------------------------------------------------------------------------------------------------
 @dataclass
 class _Meeting:
-    """Two peers' connections to this relay with the same token: the first of each pair waits for the second."""
+    """Connections of two peers that showed this relay the same token. The first of each pair waits for the second."""
 
     asker: str
     waiting: dict[int, socket.socket] = field(default_factory=dict)
@@ -322,7 +325,7 @@ class Splicer:
             sock.close()
 
     def arrived(self, sock: socket.socket, opening: Splice) -> None:
-        """Join a new socket with the waiting socket of the same token and number; if there is none, keep it waiting."""
+        """Join a new socket with the waiting one of the same token and number. If none waits, let the new one wait."""
         meeting = self._meetings.get(opening.token)
         if meeting is None or meeting.joined >= MEETING_CONNECTIONS:
             sock.close()

@@ -50,8 +50,8 @@ class DhtNode:
 
     @classmethod
     async def create(cls, daemon: Daemon, contacts: Sequence[str], client_mode: bool, admissions: Admissions) -> Self:
-        """Join the DHT of the nodes at `contacts`, or start a new DHT if there are none. Return this machine's node. A
-        client stores no records of others.
+        """Join the DHT through the nodes at `contacts`, or start a new DHT if there are none. Return this machine's
+        node, which in `client_mode` stores no records of others.
 
         Raises: LocalNetworkError when the clock is wrong or the contacts cannot reach us; SwarmUnreachableError.
         """
@@ -89,12 +89,12 @@ class DhtNode:
             logger.debug("the DHT node did not shut down: %r", error)
 
     def expect_answers_within(self, seconds: float) -> None:
-        """Set the seconds after which a silent DHT node is skipped for a while, at most DHT_WAIT."""
+        """Set the number of seconds, at most DHT_WAIT, after which a silent DHT node is skipped for a while."""
         self.protocol.wait_timeout = min(seconds, DHT_WAIT)
 
     async def clock_of(self, peer_id: str) -> tuple[float, float]:
-        """Ping a DHT node. Return the seconds that its clock is ahead of ours, and the seconds of the round trip; the
-        error is at most half a round trip. Raises: PeerUnreachableError."""
+        """Ping a DHT node. Return by how many seconds its clock is ahead of ours, with an error of at most half a round
+        trip, and the seconds of the round trip. Raises: PeerUnreachableError."""
         stub, request = self.protocol.get_stub(to_peer_id(peer_id)), HIVEMIND.protocol.dht_pb2.PingRequest()
         asked, began = time.time(), time.monotonic()
         try:
@@ -110,7 +110,7 @@ class DhtNode:
         self._storage.name(HIVEMIND.protocol.DHTID.generate(heartbeats_key(run_id)), peers)
 
     def forget(self, run_id: str) -> None:
-        """End the protection of a run's records: they get no more room than the records of other runs."""
+        """End the protection of a run's records. From now on they share memory with the records of all other runs."""
         self.keep_places(run_id, ())
         for key in (manifest_key(run_id), heartbeats_key(run_id)):
             self._storage.disfavour(HIVEMIND.protocol.DHTID.generate(key))
@@ -142,7 +142,7 @@ class DhtNode:
         return stored
 
     async def find_heartbeats(self, run_id: str) -> list[bytes]:
-        """Return signed heartbeats of a run's peers from the DHT: of all peers, or in a large run of some.
+        """Return signed heartbeats of a run's peers from the DHT: of all peers, or of some peers if the run is large.
 
         The caller must verify their signatures.
         """
@@ -203,7 +203,7 @@ class DhtMembership:
             lost = {address for address in self._initial_peers if to_peer_id(peer_id_of(address)) not in table}
             others = set() if table.uid_to_peer_id else await which_answer(self._remembered())
             await self._greet(lost | others)
-            # Serve the DHT only if others can dial this node: an unreachable server costs each of them seconds.
+            # Serve the DHT only if others can dial this node, because requests to an unreachable server cost seconds.
             if not self._is_settled and (can_be_dialled := await self._network.can_be_dialled()) is not None:
                 self._is_settled = True
                 await self._serve(can_be_dialled)

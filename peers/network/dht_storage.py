@@ -40,7 +40,7 @@ def heartbeats_key(run_id: str) -> bytes:
 
 
 def _key_digest(key: bytes) -> bytes:
-    """Return hivemind's DHT id of a key, its SHA-1 digest, which places the key on the ring and proves nothing."""
+    """Return a key's id in hivemind's DHT: its SHA-1 digest, which selects nodes for a record and proves nothing."""
     return hashlib.sha1(key, usedforsecurity=False).digest()
 
 
@@ -66,7 +66,7 @@ def _record_is_valid(
         heartbeat = Heartbeat.verify(data)
     except (WireError, DilocoPeerError):
         return False
-    # The DHT prefers records that expire later, so one that outlasts its signed time could displace a newer heartbeat.
+    # The DHT prefers records that expire later, so one kept after its signed expiry could displace a newer heartbeat.
     is_timely = expiration <= heartbeat.expires <= now + CLOCK_TOLERANCE + heartbeat.lifetime
     is_its_own = key == _key_digest(heartbeats_key(heartbeat.run)) and owner == heartbeat.peer
     return is_its_own and is_timely and admissions.admits(heartbeat, now)
@@ -78,7 +78,7 @@ class _RecordBudget:
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._total = 0
-        self._kept: dict[Hashable, tuple[float, int]] = {}  # each record's expiration (epoch seconds), and bytes
+        self._kept: dict[Hashable, tuple[float, int]] = {}  # each record's expiration (epoch seconds) and size in bytes
         self._order = count()
         self._expiring: list[tuple[float, int, Hashable]] = []
 
@@ -111,8 +111,8 @@ class _RecordBudget:
 
 DHTLocalStorage: Any = HIVEMIND.protocol.DHTLocalStorage
 RECORDS = 256  # records under one key, at most: one answer contains them all, and a sample of a run's peers is enough
-OWN_BYTES = RECORDS * (SIZE_LIMIT + RECORD_OVERHEAD)  # bytes for each key that this node uses itself, at most
-OTHERS_BYTES = 64 << 20  # bytes for all other keys together, at most
+OWN_BYTES = RECORDS * (SIZE_LIMIT + RECORD_OVERHEAD)  # bytes of records, at most, under each key that we use ourselves
+OTHERS_BYTES = 64 << 20  # bytes of records, at most, under all other keys together
 
 
 class RecordValidator(HIVEMIND.validation.RecordValidatorBase):  # type: ignore[misc,name-defined]  # no types
@@ -182,7 +182,7 @@ class _BoundedStorage(DHTLocalStorage):  # type: ignore[misc]  # hivemind has no
         return is_stored
 
     def _leaving(self, key: Any, records: Any) -> Any:
-        """Return a random unprotected subkey to replace, from the newer half. hivemind's order is that of arrival."""
+        """Return a random unprotected subkey from the newer half of `records`, which are in order of arrival."""
         newer = [subkey for subkey, _ in records.items()][RECORDS // 2 :]
         return self._chance.choice([one for one in newer if one not in self._named.get(key, ())])
 

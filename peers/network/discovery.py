@@ -1,4 +1,4 @@
-"""Discovery of a run's peers: a new peer finds the first few in the DHT, and the others by calls to these."""
+"""Discovery of a run's peers: a new peer finds the first few in the DHT, and asks these for the others."""
 
 from __future__ import annotations
 
@@ -71,8 +71,7 @@ class PeerDiscovery:
         return is_to_be_stored or self.beats.is_news(heartbeat, now())
 
     def beat(self, heartbeat: Heartbeat, voters: Collection[str] = ()) -> None:
-        """Start sending a beat to other peers, in a large swarm to these voters first; never before our first
-        heartbeat."""
+        """Start sending a beat to other peers, in a large swarm to `voters` first; none before our first heartbeat."""
         self.beats.go_on(heartbeat, now())
         self._voters = voters
         self._call_due()
@@ -106,7 +105,6 @@ class PeerDiscovery:
         return is_stored
 
     def _call_due(self) -> None:
-        """Start calls to all peers that are due for a call."""
         self.beats.choose(self._voters, now())
         for peer in self.beats.audience.due(now()):
             task = start_task(self._call_one(peer))
@@ -147,7 +145,7 @@ class PeerDiscovery:
         return self.beats.heartbeats(now())
 
     def silences(self) -> dict[str, float]:
-        """Return the seconds since each other peer was last heard, by peer id, without peers silent for long."""
+        """Return the seconds since each other peer was last heard, by peer id. Peers silent for long are left out."""
         return self.beats.silences(now())
 
     async def _search(self) -> None:
@@ -177,7 +175,7 @@ class PeerDiscovery:
         return now() - self._asked_at >= share * self.beats.lifetime
 
     async def _look(self, count: int) -> None:
-        """Ask peers for more peers as a node outside the run, which must first connect to them."""
+        """Connect to `count` known peers, and ask them for more peers. Used by a node outside the run."""
         if not self._is_due(LOOK_SHARE):
             return
         with suppress(TimeoutError):
@@ -190,7 +188,7 @@ class PeerDiscovery:
                 await self._ask(count)
 
     async def _meet(self) -> None:
-        """Call the first known peers, ask them for all other peers, and call these, in FIRST_LIMIT seconds at most."""
+        """Call the first known peers, ask some for all other peers, and call those, in FIRST_LIMIT seconds at most."""
         with suppress(TimeoutError):
             async with asyncio.timeout(FIRST_LIMIT):
                 self._call_due()
@@ -200,13 +198,13 @@ class PeerDiscovery:
                     await asyncio.wait(self._calling)
 
     def _sample(self, count: int) -> list[str]:
-        """Return up to `count` other peers at random, if possible of those heard lately."""
+        """Return up to `count` other peers, chosen at random among the peers heard lately, if any, else among all."""
         others, silences = self.beats.others(now()), self.silences()
         among = [peer for peer in others if peer in silences] or others
         return random.sample(among, min(count, len(among)))
 
     async def _ask(self, count: int) -> None:
-        """Ask `count` peers for heartbeats of peers unknown to us; a node outside the run asks for all heartbeats."""
+        """Ask `count` peers for heartbeats of peers unknown to us, or for all heartbeats if we are not in the run."""
         known = self.beats.others(now()) if self.is_member else ()
         answers = await asyncio.gather(*(self._ask_one(peer, {*known}) for peer in self._sample(count)))
         if any(answers):

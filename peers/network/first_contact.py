@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 FORMAT = "diloco-peer remembered peers, version 1"
 FILE_NAME = "peers.json"
-PEER_LIMIT = 32  # remembered peers, at most; the next start needs one that still answers
+PEER_LIMIT = 32  # remembered peers, at most; enough that one of them still answers at the next start
 ADDRESS_LIMIT = 4  # remembered addresses of one peer, at most
 FILE_LIMIT = 256 * 1024  # bytes of the file of peers, at most; 32 peers with four addresses of 256 characters are 40 KB
 SAVE_INTERVAL = 60.0  # seconds between two writes of the file of peers, at least
@@ -71,7 +71,7 @@ class RememberedPeers:
     """The peers of one run that others can dial, in memory and in a file. Times are in seconds since the epoch."""
 
     def __init__(self, path: Path, run_id: str) -> None:
-        """Create the record of the peers in the file. An unreadable or other run's file is ignored with a warning."""
+        """Read the peers from the file at `path`. If it is invalid or of another run, log a warning and ignore it."""
         self._path = path
         self._run_id = run_id
         self._peers: dict[str, _Known] = {}
@@ -120,7 +120,6 @@ class RememberedPeers:
 
 
 def _is_on_the_internet(address: str) -> bool:
-    """Return True if a multiaddr's host is a public IP address or a name."""
     kind, host = address.split("/")[1:3]
     return is_public(host) if kind in ("ip4", "ip6") else True
 
@@ -160,7 +159,7 @@ GREETING = b"\x13/multistream/1.0.0\n"  # the first bytes that a libp2p node sen
 TLS = b"\x0b/tls/1.0.0\n"  # proposes TLS; a node that agrees answers with the same bytes
 KEY_EXTENSION = x509.ObjectIdentifier("1.3.6.1.4.1.53594.1.1")
 """The extension of a libp2p node's certificate that contains its key."""
-PUBLIC_KEY, KEY_BYTES = b"\x08\x01\x12\x20", 32  # bytes before an Ed25519 key in KEY_EXTENSION; bytes of the key
+PUBLIC_KEY, KEY_BYTES = b"\x08\x01\x12\x20", 32  # prefix of an Ed25519 key in KEY_EXTENSION; the key's length in bytes
 KEY_SECONDS = 3.0  # seconds to wait for an answering node to prove its key
 TCP = re.compile(r"/(?:ip4|ip6|dns|dns4|dns6)/(?P<host>[^/]+)/tcp/(?P<port>\d{1,5})/p2p/[^/]+/?")
 
@@ -182,8 +181,8 @@ async def first_contacts(initial_peers: Sequence[str], remembered: Sequence[str]
 
 
 async def reach(start: Callable[[], Awaitable[T]], contacts: Sequence[str]) -> T:
-    """Return the result of `start`, which connects to one of these nodes; call it again if it fails although one
-    answers.
+    """Call `start`, which connects to one of the `contacts`, and return its result. If it fails although one of them
+    answers, call it once more.
 
     libp2p's daemon tries only once, for five seconds, and the node or this machine may be busy.
 
@@ -249,7 +248,7 @@ async def _key_shown(reader: asyncio.StreamReader, writer: asyncio.StreamWriter)
 
 
 async def which_answer(addresses: Sequence[str]) -> set[str]:
-    """Return the addresses at which a libp2p node answers, at the latest MORE_SECONDS after the first answer."""
+    """Return the addresses at which a libp2p node answers before MORE_SECONDS have passed since the first answer."""
     tasks = [start_task(_answering(address)) for address in addresses]
     found: set[str] = set()
     try:
@@ -273,7 +272,6 @@ def endpoint(address: str) -> tuple[str, int] | None:
 
 
 async def _answering(address: str) -> str | None:
-    """Return the address if a libp2p node answers there; otherwise None."""
     if (where := endpoint(address)) is None:
         return None
     with suppress(OSError, asyncio.IncompleteReadError, UnicodeError):  # UnicodeError: the host is an invalid name

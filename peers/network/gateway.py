@@ -32,12 +32,12 @@ WAITS = (0.25, 0.5, 1.0, 2.0)
 """Seconds to wait for an answer before the request is sent again; the first four of both protocols."""
 DATAGRAM_LIMIT = 64  # datagrams that are read for one request, at most
 
-PORT = 5351  # UDP port of both protocols on the router
-PCP_VERSION, NAT_PMP_VERSION = 2, 0  # the protocol's version, the first byte of each message
+PORT = 5351  # UDP port of PCP and NAT-PMP on the router
+PCP_VERSION, NAT_PMP_VERSION = 2, 0  # versions of the two protocols, the first byte of each message
 PCP_MAP = 1  # PCP's code for the operation that maps a port
 EXTERNAL_ADDRESS, MAP_TCP = 0, 2  # NAT-PMP's codes for operations: report the external address, map a TCP port
 IS_ANSWER = 0x80  # the bit of an operation's code that marks an answer
-SUCCESS, UNSUPPORTED_VERSION = 0, 1  # result codes, the same in both protocols
+SUCCESS, UNSUPPORTED_VERSION = 0, 1  # result codes, the same in PCP and NAT-PMP
 TCP = 6  # the number that stands for TCP in IP packets
 PCP_LIMIT = 1100  # bytes of a PCP message, at most
 
@@ -64,7 +64,7 @@ class Mapping:
 
 
 def default_gateway() -> Where | None:
-    """Return the host and UDP port of the default gateway for both protocols; None if there is no gateway."""
+    """Return the default gateway's host, and its UDP port for PCP and NAT-PMP; None if there is no gateway."""
     try:
         address = _read_default_gateway(ROUTES.read_text(encoding="ascii", errors="replace"))
     except OSError:
@@ -170,7 +170,7 @@ class Gateway:
 
 
 class Arrivals(asyncio.DatagramProtocol):
-    """A queue of received datagrams with their senders' hosts; None means that the remote port has no listener."""
+    """A queue of received datagrams with their senders' hosts. A None means that nothing listens at the other end."""
 
     def __init__(self) -> None:
         self.queue: asyncio.Queue[tuple[bytes, str] | None] = asyncio.Queue(DATAGRAM_LIMIT)
@@ -230,7 +230,7 @@ def _pack_nat_pmp_map(port: int, lifetime: int, suggested_port: int) -> bytes:
 
 
 def _read_nat_pmp_map(data: bytes, port: int, address: IPv4Address) -> Mapping | int | None:
-    """Return the mapping of this port at `address` in a NAT-PMP answer, or the answer's error code; otherwise None."""
+    """Return this port's mapping at `address` in a NAT-PMP answer, or its error code; None for any other datagram."""
     code = _nat_pmp_code(data, MAP_TCP)
     if code != SUCCESS or len(data) != NAT_PMP_MAP_ANSWER.size:
         return code or None
@@ -239,7 +239,7 @@ def _read_nat_pmp_map(data: bytes, port: int, address: IPv4Address) -> Mapping |
 
 
 def _nat_pmp_code(data: bytes, operation: int) -> int | None:
-    """Return the result code of a NAT-PMP answer to this operation, which may have only eight bytes; otherwise None."""
+    """Return the result code of a NAT-PMP answer to this operation; None for any other datagram."""
     if not 8 <= len(data) <= NAT_PMP_MAP_ANSWER.size or data[:2] != bytes((NAT_PMP_VERSION, operation | IS_ANSWER)):
         return None
     return int.from_bytes(data[2:4], "big")

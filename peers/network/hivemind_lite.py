@@ -34,8 +34,6 @@ UTILITIES = {
 
 
 class _Hivemind(NamedTuple):
-    """The modules of hivemind that this program uses."""
-
     node: Any  # module hivemind.dht.node
     protocol: Any  # module hivemind.dht.protocol
     validation: Any  # module hivemind.dht.validation

@@ -48,11 +48,11 @@ logger = logging.getLogger(__name__)
 
 CONNECTIONS = 2  # connections made by one introduction: one for the streams of each side
 PUNCH_TIMEOUT = 4.0  # seconds of hole punching, at most
-ATTEMPT_TIMEOUT = 1.5  # seconds for one dial of hole punching: a SYN that arrives too early is lost
+ATTEMPT_TIMEOUT = 1.5  # seconds for one dial of hole punching; repeated, since a SYN that arrives too early is lost
 SPLICE_TIMEOUT = 10.0  # seconds to connect to a relay, at most
 HELLO_TIMEOUT = 10.0  # seconds to wait for the other peer's Hello, at most
 REFUSED_PAUSE = 0.25  # seconds before a refused port is dialled again: the other peer may not have opened its port yet
-# Error numbers of addresses that this machine cannot dial, for example IPv6 addresses without IPv6.
+# Error numbers of addresses that this machine cannot dial, such as an IPv6 address if it has only IPv4.
 NO_ROUTE = (errno.ENETUNREACH, errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL)
 
 Endpoints = Annotated[tuple[Endpoint, ...], Field(max_length=MEETING_CONNECTIONS)]
@@ -70,7 +70,7 @@ AskInfo = Callable[[str, str], Awaitable[LinkInfo]]
 
 
 class _Introduce(Value):
-    """A request to a node to introduce the caller, seen at `endpoints`, to the peer `to`."""
+    """A request to a node to introduce the caller, which the node sees at `endpoints`, to the peer `to`."""
 
     to: PeerId
     endpoints: Endpoints
@@ -78,7 +78,7 @@ class _Introduce(Value):
 
 
 class _MeetingRequest(Value):
-    """A node's request to this peer to connect with `peer`, seen at `endpoints`. The answer is `_Introduced`."""
+    """A node's request to connect with `peer`, which the node sees at `endpoints`. The answer is `_Introduced`."""
 
     peer: PeerId
     endpoints: Endpoints
@@ -87,7 +87,7 @@ class _MeetingRequest(Value):
 
 
 class _Introduced(Value):
-    """The answer to `_Introduce` and `_MeetingRequest`: the other peer's endpoints as seen, and a relay's token."""
+    """The answer to `_Introduce` and `_MeetingRequest`: the endpoints of the peer to connect with, and a token."""
 
     endpoints: Endpoints
     token: Token | None = None
@@ -140,7 +140,7 @@ class Arranging:
         return tuple(dict.fromkeys(endpoint for node in self._ours.values() for endpoint in node.seen or ()))
 
     def look_again(self) -> None:
-        """Start a new check of the nodes that we reach, and of our endpoints that they reach, in a changed network."""
+        """Make `keep` check again which nodes we reach, and which of our endpoints they reach, in a changed network."""
         for node in (*self._known.values(), *self._ours.values()):
             node.is_reached, node.seen = False, None
         self._changed.set()
@@ -210,7 +210,7 @@ class Arranging:
 
     # Introductions that we request ----------------------------------------------------------------------------
     async def meet(self, contact: Contact, connections: int = CONNECTIONS) -> None:
-        """Connect to a peer through a node that introduces one of the two. The peer with the smaller id starts."""
+        """Connect to a peer through a node that introduces that peer or us. The peer with the smaller id begins."""
         meeting = self._meetings.get(contact.peer)
         if meeting is not None:
             await asyncio.wait([meeting])
@@ -289,7 +289,7 @@ class Arranging:
         return pack(_Introduced(endpoints=self._seen_here(request.to, theirs.endpoints), token=token))
 
     def _seen_here(self, peer: str, endpoints: Sequence[str]) -> tuple[str, ...]:
-        """Return the endpoints at those hosts from which the peer is connected to this node."""
+        """Return those of the `endpoints` that are at hosts from which the peer is connected to this node."""
         hosts = {connection.host for connection in self._links.link(peer).connections}
         return tuple(endpoint for endpoint in endpoints if parse_endpoint(endpoint)[0] in hosts)
 
@@ -297,7 +297,7 @@ class Arranging:
     async def _connect_both(
         self, peer: str, ports: Sequence[int], theirs: Sequence[str], node: str, token: bytes | None, connections: int
     ) -> None:
-        """Make connections with a peer that dials us at the same time: by hole punching, or by the relay at `node`."""
+        """Connect to a peer that dials us at the same time: by hole punching; if that fails, by the relay at `node`."""
         pairs = zip(ports, public_only(theirs, node), strict=False)
         attempts = (self._dial_at_once(peer, port, endpoint, place) for place, (port, endpoint) in enumerate(pairs))
         if not any(await asyncio.gather(*attempts)) and token is not None:
@@ -332,8 +332,8 @@ class Arranging:
             await self._begin(sock, peer, opening.number, Reach.RELAYED)
 
     async def _begin(self, sock: socket.socket, peer: str, place: int, reach: Reach) -> bool:
-        """Make a TLS connection on a socket that both ends have dialled; the smaller id greets. Return True on
-        success."""
+        """Make a TLS connection on a socket that both ends have dialled. The peer with the smaller id sends the Hello.
+        Return True on success."""
         try:
             if self._links.me < peer:
                 connection = await greet(sock, self._links.credentials, peer, is_ours=place % 2 == 0, reach=reach)

@@ -71,7 +71,7 @@ class Admissions:
         """Called with each newer list of revoked tickets, so that it is kept."""
 
     def learn(self, manifest: SignedManifest, is_ours: bool = True) -> None:
-        """Record whether a run is open or by invitation. Only the newest runs that are not `is_ours` are remembered."""
+        """Record whether a run is open or by invitation. Of the runs that are not ours, remember only the newest."""
         run = manifest.run_id
         if not manifest.is_by_invitation:
             _remember(self._others, run, None)
@@ -193,7 +193,6 @@ def _is_busy(task: asyncio.Task[None] | None) -> bool:
 
 
 def _remember(known: OrderedDict[str, Thing], run: str, value: Thing) -> None:
-    """Store a value for a run in `known`, and drop the oldest run if there are more than STRANGERS_LIMIT."""
     known[run] = value
     known.move_to_end(run)
     if len(known) > STRANGERS_LIMIT:
@@ -266,7 +265,7 @@ class KnownRuns:
         return self._known[run].amendment if run in self._known else None
 
     async def answer_amendment(self, sender: str, payload: bytes) -> bytes:
-        """Store the amendment in an _AmendmentRequest if its organiser has signed it and it is newer than ours.
+        """Store the amendment in an _AmendmentRequest if the run's organiser has signed it and it is newer than ours.
 
         Raises: RemoteProtocolError, RefusalError.
         """
@@ -287,7 +286,7 @@ class KnownRuns:
         return self._known[run].heads if run in self._known else SignedHeads(run)
 
     def take_heads(self, run: str, heads: Iterable[SignedHead]) -> None:
-        """Add heads that archives have signed to those of a run; ignore an unknown run. Raises: SignedHeadsError."""
+        """Add `heads` to the signed heads that we have of a run; ignore an unknown run. Raises: SignedHeadsError."""
         if run not in self._known:
             return
         known = self._known[run].heads
@@ -300,7 +299,7 @@ class KnownRuns:
             self.on_heads(run, pack_heads(taken.heads))
 
     def hear_heads(self, run: str, heartbeats: Iterable[Heartbeat]) -> None:
-        """Add the signed heads in these heartbeats to those of the run; ignore invalid ones."""
+        """Add the signed heads in these heartbeats to the signed heads that we have of the run; ignore invalid ones."""
         for beat in heartbeats:
             if beat.signed is not None:
                 try:

@@ -76,7 +76,7 @@ class Link:
 
     @property
     def ours(self) -> int:
-        """The number of connections on which this side opens conversations; on the rest the peer does."""
+        """The number of connections on which this side opens conversations; on the others, the peer opens them."""
         return sum(one.is_ours for one in self.connections)
 
     def add(self, connection: Connection) -> None:
@@ -137,7 +137,7 @@ class Link:
         try:
             while True:
                 length = (await connection.reads.read(1, None))[0]
-                async with asyncio.timeout(OPEN_TIMEOUT):  # for the whole name of the protocol, not for each byte
+                async with asyncio.timeout(OPEN_TIMEOUT):  # limits the time for the whole name, not for each byte
                     protocol = (await connection.reads.read(length, None)).decode(errors="replace")
                 await self._serve(protocol, self._channel(connection, protocol))
         except (OSError, EOFError) as error:
@@ -203,7 +203,7 @@ class Link:
             self._wanted -= 1
 
     def _take_idle(self) -> Connection | None:
-        """Return an idle connection of the best reach; None without one. Close idle ones of worse reach (relayed)."""
+        """Return an idle connection of the best reach; None if there is none. Close idle connections of worse reach."""
         while self._idle:
             connection = self._idle.pop()
             best = min((one.reach for one in self.connections if one.is_ours), key=BEST_FIRST.index, default=None)
@@ -226,7 +226,7 @@ class Link:
 
     # Messages -------------------------------------------------------------------------------------------------
     async def call(self, name: str, payload: bytes, timeout: float) -> bytes:
-        """Send the peer a message, and return the answer that comes within `timeout` seconds.
+        """Send the peer a message, and return its answer, which must arrive within `timeout` seconds.
 
         Raises: PeerUnreachableError, PeerRefusedError.
         """
@@ -321,7 +321,7 @@ class _Caller:
 
 
 async def answer_calls(channel: Channel, answer: Answer) -> None:
-    """Answer the peer's questions on a channel, by `answer`. Raises: the channel's error; EOFError at its end."""
+    """Let `answer` answer the peer's questions on a channel. Raises: the channel's error; EOFError when it ends."""
     await channel.read_prelude()
     await channel.accept()
     writing = asyncio.Lock()

@@ -28,12 +28,12 @@ from peers.values.wire import Reach, Value, pack, unpack_from
 
 logger = logging.getLogger(__name__)
 
-HEAD_START = 0.5  # seconds that the peer with the larger id waits for the other to dial, before it dials itself
-EAGER = 128  # known peers, at most, for links to be made before they are needed
+HEAD_START = 0.5  # seconds that the peer with the larger id waits to be dialled, before it dials the other peer
+EAGER = 128  # known peers, at most, with which links are made before the links are needed
 RETRY_FIRST, RETRY_LAST = 5.0, 60.0  # seconds between attempts to make a link: after the first failure, and at most
 LINK_TIMEOUT = 15.0  # seconds that a stream waits for a link, before it is opened over libp2p
-DIAL_TIMEOUT = 4.0  # seconds to connect to an endpoint
-CALLERS = 4  # conversations for calls that one peer may have open with us at once; older ones may be dead
+DIAL_TIMEOUT = 4.0  # seconds to connect to an endpoint, at most
+CALLERS = 4  # conversations for calls that one peer may have open with us at once; some of them may be dead
 UNKNOWN = 8  # connections, at most, of a peer whose heartbeat we do not know, since identities cost nothing
 MORE = "more"  # name of the call that asks a peer to dial more connections, on which the caller opens conversations
 
@@ -160,17 +160,16 @@ class Links:
 
     @property
     def _known(self) -> dict[str, _Way]:
-        """The `_Way` of each peer whose heartbeat is known, by peer id."""
         return {peer: way for peer, way in self._ways.items() if way.contact}
 
     def tidy(self, peer: str) -> None:
-        """Drop a peer's `_Way`, unless the peer's heartbeat is known, or the peer is connected or being dialled."""
+        """Drop a peer's `_Way` (our data about it), unless its heartbeat is known, or it is connected or dialled."""
         way = self._ways.get(peer)
         if way and not (way.contact or way.link.is_up or way.is_busy or way.dials):
             del self._ways[peer]
 
     def way(self, peer: str) -> _Way:
-        """Return the `_Way` of a peer; create one without connections if there is none."""
+        """Return the `_Way` of a peer (our data about it); create one without connections if there is none."""
         if peer not in self._ways:
             self._ways[peer] = _Way(self, peer)
         return self._ways[peer]
@@ -191,14 +190,14 @@ class Links:
         return {peer: reach for peer, way in self._known.items() if (reach := way.reach) is not None}
 
     def sought(self) -> frozenset[str]:
-        """Return the ids of known peers whose reach is not known yet, as a first link with them is still being made."""
+        """Return the ids of known peers whose reach is unknown, because no attempt to link with them has ended."""
         known = self._known
         if len(known) > EAGER:  # in so large a swarm, links are made only when needed
             return frozenset()
         return frozenset(peer for peer, way in known.items() if way.reach is None)
 
     async def link_with(self, peer: str) -> Link | None:
-        """Return the link with a peer, made first if it is down; None if it cannot be made in LINK_TIMEOUT seconds."""
+        """Return the link with a peer; None if it is down, after trying to make it for LINK_TIMEOUT seconds at most."""
         way = self._ways.get(peer)
         if way and way.contact and not way.link.is_up and (way.is_busy or way.is_due):
             await asyncio.wait([way.make()], timeout=LINK_TIMEOUT)
@@ -247,7 +246,7 @@ class Links:
             connection.close()
 
     def _has_room_for(self, connection: Connection) -> bool:
-        """Return True if the connection's peer may have one more. Peers without known heartbeats share half of all."""
+        """Return True if the peer may have one more connection. Peers with unknown heartbeats share half the limit."""
         peer, count = connection.peer, sum(len(way.link.connections) for way in self._ways.values())
         if peer in self._known:
             return count < self._room
@@ -334,7 +333,7 @@ class _Way:
             await self._links.arranging.meet(contact)
         if self.link.is_up:
             self._failures = 0
-            self._retry_at = self._links.clock() + RETRY_LAST  # then a better connection is looked for
+            self._retry_at = self._links.clock() + RETRY_LAST  # at this time, a better connection is looked for
         else:
             pause = min(RETRY_LAST, RETRY_FIRST * 2**self._failures)
             self._has_detour = await self._links.is_there(self.link.peer)
@@ -357,7 +356,7 @@ class _Way:
             await self.complete()
 
     async def complete(self) -> None:
-        """Dial a connection for the peer's conversations, unless it has one or no endpoint of it has answered yet."""
+        """Dial a connection for the peer's conversations, if there is none and a known endpoint has answered."""
         has_one = any(one.reach is Reach.OPEN and not one.is_ours for one in self.link.connections)
         if self.answered and not self._is_giving and self.link.is_up and not has_one:
             await self.give(self.answered, 1)
@@ -378,7 +377,7 @@ class _Way:
         await self.link.call(MORE, pack(_More(connections=count)), DIAL_TIMEOUT + HANDSHAKE_TIMEOUT)
 
     async def give(self, endpoint: str, count: int) -> None:
-        """Dial up to `count` connections for the peer's conversations. Raises: RefusalError if that is under way."""
+        """Dial up to `count` connections for the peer's conversations. Raises: RefusalError if `give` already runs."""
         if self._is_giving:
             raise RefusalError("connections for you are being dialled already")
         self._is_giving = True

@@ -25,7 +25,7 @@ from peers.values.wire import printable
 logger = logging.getLogger(__name__)
 
 MANIFEST_LIMIT = 1000  # runs whose manifests one node stores, at most: 64 MB in all
-SHARE_LIMIT = 250  # stored runs, at most, of one organiser's key, and stored runs announced from one network
+SHARE_LIMIT = 250  # stored runs of one organiser's key, at most; also stored runs announced from one network, at most
 QUIET_LIMIT = 24 * 3600.0  # seconds without a peer after which a run's manifest may be deleted for another run
 SUFFIX = ".manifest"
 REVOKED_SUFFIX = ".revocations"
@@ -46,7 +46,7 @@ class ManifestStore:
     """The manifests in a directory, one file per run. `check` raises ManifestError for a manifest to be rejected."""
 
     def __init__(self, directory: Path, check: Callable[[SignedManifest], object] = lambda manifest: None) -> None:
-        """Create the store in this directory, and read the runs' origins. Raises: LocalNetworkError if that fails."""
+        """Make the directory, and read which networks announced its runs. Raises: LocalNetworkError if that fails."""
         self._directory = directory
         self._check = check
         self._read = dict[str, SignedManifest | None]()  # manifests read so far, by run id; None: the file is invalid
@@ -84,7 +84,7 @@ class ManifestStore:
         return self._read.get(run_id)
 
     def run_ids(self) -> list[str]:
-        """Return the ids of all stored runs, the run announced or used last first."""
+        """Return the ids of all stored runs, sorted by the time of their last announcement or use, the latest first."""
         used_at = self._all()
         return sorted(used_at, key=lambda run_id: (used_at[run_id], run_id), reverse=True)
 
@@ -116,7 +116,6 @@ class ManifestStore:
         return forgotten
 
     def _keep_origin(self, run_id: str, origin: _Origin) -> None:
-        """Store a run's origin in memory and in a file. Raises: OSError."""
         self._origins[run_id] = origin
         text = f"{origin.network} {IS_USED if origin.is_used else ''}"
         write_whole(self._directory / f"{run_id}{ORIGIN_SUFFIX}", [text.encode()])
@@ -147,7 +146,7 @@ class ManifestStore:
                 self._keep_origin(run_id, _Origin(origin.network, is_used=True))
 
     def _make_room(self, organiser: str, network: str) -> list[str]:
-        """Delete runs until one more of this organiser and network is within the limits. Return the deleted runs' ids.
+        """Delete runs until the limits allow one more of this organiser and network. Return the deleted runs' ids.
 
         Raises: RefusalError when there are too few, and then none is forgotten; OSError.
         """
@@ -192,7 +191,6 @@ class ManifestStore:
         return oldest if time.time() - used_at[oldest] >= QUIET_LIMIT else None
 
     def _forget(self, run_id: str) -> None:
-        """Delete all files of a run. Raises: OSError."""
         for suffix in (SUFFIX, ORIGIN_SUFFIX, REVOKED_SUFFIX, SIGNED_SUFFIX):
             (self._directory / f"{run_id}{suffix}").unlink(missing_ok=True)
         self._origins.pop(run_id, None)

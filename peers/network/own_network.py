@@ -39,7 +39,7 @@ def network_at(address: str) -> str | None:
 
 
 def network_of(host: str) -> str:
-    """Return the network of an IP address, such as 203.0.113.0/24, whose addresses probably have one owner."""
+    """Return the network around an IP address, such as 203.0.113.0/24. Its addresses probably have one owner."""
     address = _unmapped(host)
     return "loopback" if address.is_loopback else _network_around(address)
 
@@ -59,7 +59,7 @@ def is_behind_nat() -> bool:
 
 
 def everywhere(port: int) -> tuple[str, ...]:
-    """Return the multiaddrs that listen at a TCP port of all addresses: 0.0.0.0, and :: if there is IPv6."""
+    """Return the multiaddrs for listening at a TCP port of all our addresses: 0.0.0.0, and :: if there is IPv6."""
     with suppress(OSError), socket.socket(socket.AF_INET6) as probe:
         probe.bind(("::", 0))
         return f"/ip4/0.0.0.0/tcp/{port}", f"/ip6/::/tcp/{port}"
@@ -76,9 +76,9 @@ def address_towards(target: str) -> str | None:
 
 
 def _changes(looks: Iterator[tuple[float, frozenset[str]]]) -> Iterator[str]:
-    """Yield one text for each look at this machine: the event that breaks connections, or "" if there is none.
+    """Yield one text for each of the `looks`: the events since the last look that break connections; "" if none.
 
-    A look shows a clock that also counts seconds of sleep, and the machine's networks. While there is no network, the
+    A look has the seconds of a clock that also counts sleep, and the machine's networks. While there is no network, the
     text is empty, since nothing could be done.
     """
     last, known = next(looks)
@@ -118,7 +118,7 @@ async def watch_network(
 
 
 def _clock_offset() -> float:
-    """Return the seconds that the wall clock is ahead of the boot-time clock, which is never set."""
+    """Return the seconds by which the wall clock is ahead of the boot-time clock, which nothing can set."""
     return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
 
 

@@ -17,7 +17,7 @@ from peers.network.channel import Channel, PeerRefusedError
 
 RATING = "rating"
 FIRST, MOST = 1 << 16, 1 << 23  # bytes of a measurement's first transfer, and of its last one at most
-LONG_ENOUGH = 0.3  # seconds of a transfer that counts; a shorter one mostly measures the round trip
+LONG_ENOUGH = 0.3  # seconds that a transfer must take to count; a shorter one mostly measures the round trip
 PIECE = bytes(1 << 16)
 LIMIT = 30.0  # seconds that a measurement may take, since this peer can make no other one meanwhile
 PAUSE = 30.0  # seconds after a measurement, in which the peer that asked for it is refused another
@@ -49,7 +49,7 @@ class Rater:
         return self._is_free.is_set() and not self._measuring.locked()
 
     async def ask(self, channel: Channel) -> tuple[float, float]:
-        """Return the rates by `ask_rating`. Raises also: TimeoutError; PeerRefusedError if this peer is busy."""
+        """Return the result of `ask_rating`. Raises also: TimeoutError; PeerRefusedError if this peer is busy."""
         if not self.is_idle:
             raise PeerRefusedError(channel.peer, "this peer is busy now; measure again later")
         async with self._measuring, asyncio.timeout(LIMIT):
@@ -73,7 +73,8 @@ class Rater:
 
 
 async def _send(channel: Channel) -> float:
-    """Send transfers of doubled size until one takes LONG_ENOUGH seconds. Return its rate in bytes a second.
+    """Send transfers, each twice as large as the one before, until one takes LONG_ENOUGH seconds. Return its rate in
+    bytes a second.
 
     At least two transfers are made, since the other end cannot measure a rate on one piece. Short ones do not count,
     since answers to a few pieces may come all at once.

@@ -13,15 +13,16 @@ from peers.values.system import now
 logger = logging.getLogger(__name__)
 
 RETRY_FIRST, RETRY_LAST = 5.0, 600.0  # seconds until failed work is retried: after the first failure, and at most
-OTHERS_LAST = 8.0  # seconds until a retry after others' faults, at most: a leaving volunteer waits hardly longer
+OTHERS_LAST = 8.0  # seconds, at most, until a retry after others' faults; few, as a leaving volunteer waits for it
 QUIET = 60.0  # seconds between two log lines about faults that the operator cannot repair
 
 
 class RunFailures:
-    """The runs for which a node's work failed, and the times to retry it. Repeated failures are logged once."""
+    """A record of the runs for which a node's work failed, and when to retry it. Repeated failures are logged once."""
 
     def __init__(self, work: str, others_fault: tuple[type[Exception], ...] = (), first: float = RETRY_FIRST) -> None:
-        """Create a record of failures of the work named `work`, retried after `first` seconds, doubled at each failure.
+        """Create a record of failures of the work named `work`. The first retry is due after `first` seconds, and each
+        further failure doubles the wait.
 
         The operator cannot repair an error of `others_fault`, so it is logged as information, once a minute and run at
         most.

@@ -12,7 +12,7 @@ from typing import Any
 
 from peers.errors import InUseError, LocalNetworkError
 
-CONGESTION_CONTROL = b"bbr"  # keeps its rate in spite of lost packets; the kernel may forbid it
+CONGESTION_CONTROL = b"bbr"  # an algorithm that keeps its rate in spite of lost packets; the kernel may forbid it
 # TCP keepalive, since NATs drop idle connections: seconds without data before the first probe, seconds between probes,
 # and unanswered probes after which the connection counts as dead.
 KEEPALIVE_IDLE, KEEPALIVE_INTERVAL, KEEPALIVE_PROBES = 15, 5, 3
@@ -51,7 +51,7 @@ def closed_on_failure(sock: socket.socket) -> Iterator[None]:
 
 
 def raise_file_limit() -> int:
-    """Raise this process's limit of open files to what the system allows. Return the limit; a connection is a file."""
+    """Raise this process's limit of open files, which include connections, as far as allowed. Return the limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = FILES if hard == resource.RLIM_INFINITY else min(FILES, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:

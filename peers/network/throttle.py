@@ -16,17 +16,17 @@ from peers.values.system import now
 PIECE = 1 << 18  # bytes that a stream sends at once, at most
 PIECE_SECONDS = 0.1  # seconds that one piece takes, at most, at a limited rate
 READING_PIECE = 1 << 20  # bytes that are read at once if the rate is not limited
-BURST = 0.05  # seconds of unused time, at most, whose bytes may pass later, on top of the rate
+BURST = 0.05  # seconds of idle time, at most, whose unused bytes may pass later, above the rate
 WINDOW = 0.5  # seconds of a window in which a rate is measured, at least
 IDLE = 1.0  # seconds; a longer time without a chunk does not count, since the link had nothing to carry
 WINDOWS = 128  # windows of a round, at most; in a long round each window is longer
-PART, LONGEST_PART = 0.25, 2.0  # length of a round's best part, which is measured: fraction of the round; most seconds
-KNOWN_FOR = 3600.0  # seconds for which a rate that was measured outside a round counts
+PART, LONGEST_PART = 0.25, 2.0  # length of a round's measured (best) part: fraction of the round; seconds at most
+KNOWN_FOR = 3600.0  # seconds for which a rate that was measured outside a round is used
 ROUNDS = 5  # last rounds whose best rate counts; not more, since links may get slower
 
 FEWEST, MOST = 4, 64  # connections to a member, at least and at most: a lost packet halves the rate of a single one
 IN_ALL = 8  # connections to all members together, at least: a few would not fill the link when packets get lost
-FEWEST_WITH_BBR, MOST_WITH_BBR = 2, 8  # connections to a member with BBR, least and most: more overfill a slow link
+FEWEST_WITH_BBR, MOST_WITH_BBR = 2, 8  # connections to a member with BBR, fewest and most: more overfill a slow link
 SETTLING = 1.0  # seconds in which new connections reach their rate; bytes in that time do not count
 GAIN = 1.2  # factor by which twice as many connections must raise the rate to be kept
 LONGEST_WINDOW = 3.0  # seconds of a measurement by `Lanes`, at most
@@ -83,7 +83,7 @@ class Throttle:
 
 
 UNLIMITED = Throttle(None)
-PATIENCE = 5.0  # seconds that a piece waits for a round's end, at most; later, its reader would count us as dead
+PATIENCE = 5.0  # seconds that a piece waits for a round's end, at most; after more, its receiver would count us as dead
 MEMORY = 20.0  # seconds over which the fraction of time spent in rounds is averaged
 CROWDED = 0.5  # fraction of time spent in rounds, from which on less urgent data gets a share of the link
 SHARE = 0.2  # fraction of the link's rate that all less urgent data together gets during crowded rounds
@@ -147,7 +147,7 @@ class RateMeter:
     """
 
     def __init__(self, clock: Callable[[], float] = now) -> None:
-        """Create a meter; `clock` is in seconds. The default counts sleep, after which the link may be another one."""
+        """Create a meter; `clock` is in seconds. The default also counts sleep, after which the link may differ."""
         self._clock = clock
         self._best: deque[float] = deque(maxlen=ROUNDS - 1)  # bytes a second in earlier rounds
         self._known, self._known_at = 0.0, 0.0
@@ -165,7 +165,7 @@ class RateMeter:
         self._windows.clear()
 
     def passed(self, count: int, seconds: float = 0.0) -> None:
-        """Count `count` bytes of a chunk that this peer or the other one has received in the last `seconds`."""
+        """Count `count` bytes of a chunk that has passed, in either direction, during the last `seconds`."""
         if self._began is None:
             return
         self._first = min(self._first, self._clock() - seconds)

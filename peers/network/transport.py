@@ -211,7 +211,7 @@ class HivemindTransport:
 
     @property
     def endpoints(self) -> tuple[str, ...]:
-        """The endpoints (IP address and TCP port) at which others may dial bulk connections to us."""
+        """The endpoints (IP address and TCP port) at which others may dial our data port."""
         return self.links.endpoints(self.addresses)
 
     def reach_of(self, peer_id: str) -> Reach | None:
@@ -219,8 +219,8 @@ class HivemindTransport:
 
     # Runs -----------------------------------------------------------------------------------------------------
     def learn(self, manifest: SignedManifest) -> None:
-        """Store a run's manifest, and apply its admission from now on. DHT records of the peers that the manifest names
-        are never displaced by other peers' records."""
+        """Store a run's manifest, and check the admission of its peers from now on. On this node, other peers' DHT
+        records never displace the records of the peers that the manifest names."""
         self.runs.learn(manifest)
         self.dht.keep_places(manifest.run_id, {manifest.organiser, *manifest.archives})
 
@@ -248,7 +248,7 @@ class HivemindTransport:
         self.runs.admissions.check(run_id, peer_id)
 
     def credentials(self, run_id: str) -> tuple[bytes, int]:
-        """Return our ticket to a run, and the number of our list of its revoked tickets; b"" and 0 for an open run."""
+        """Return our ticket to a run, and our revocation list's version number; b"" and 0 for an open run."""
         admission = self.runs.admissions.of(run_id)
         return (admission.ticket, admission.number) if admission else (b"", 0)
 
@@ -257,7 +257,7 @@ class HivemindTransport:
 
     # Discovery ------------------------------------------------------------------------------------------------
     def discovery_of(self, run_id: str) -> PeerDiscovery:
-        """Return the PeerDiscovery of a run, created if needed, with the admission that is known now."""
+        """Return the PeerDiscovery of a run, after creating it if there is none, and updating its admission."""
         if run_id not in self._discoveries:
             self._discoveries[run_id] = PeerDiscovery(run_id, self)
         self._discoveries[run_id].beats.admission = self.runs.admissions.of(run_id)
@@ -298,7 +298,7 @@ class HivemindTransport:
         raise RefusalError("this peer is not in that run")
 
     async def _meet(self, peer_id: str, timeout: float) -> None:
-        """Connect over libp2p to a peer of a large run, in which not all peers connect to each other in advance."""
+        """Connect over libp2p to a peer of a large run, because in large runs peers connect only when needed."""
         if addresses := self._unmet.pop(peer_id, ()):
             await self.daemon.connect(peer_id, addresses, timeout)
 
@@ -331,8 +331,8 @@ class HivemindTransport:
 
     # Messages -------------------------------------------------------------------------------------------------
     async def call(self, peer_id: str, name: str, payload: bytes, timeout: float) -> bytes:
-        """Send a peer a message, and return the answer that comes within `timeout` seconds. Both have at most
-        MESSAGE_LIMIT bytes.
+        """Send a peer a message, and return its answer, which must arrive within `timeout` seconds. Both are
+        limited to MESSAGE_LIMIT bytes.
 
         Raises: PeerUnreachableError, PeerRefusedError; LocalProtocolError when the payload is too large.
         """
@@ -362,7 +362,7 @@ class HivemindTransport:
         return content
 
     async def on_call(self, name: str, handler: CallHandler) -> None:
-        """Answer other peers' `call`s of this name by `handler`, from now on. Raises: LocalNetworkError."""
+        """Let `handler` answer each `call` with this name that another peer makes. Raises: LocalNetworkError."""
         self._answers[name] = handler
 
         async def answer(payload: bytes, sender_id: Any) -> bytes:
@@ -374,7 +374,7 @@ class HivemindTransport:
         await self.daemon.register(self.daemon._client.add_unary_handler(f"{PROTOCOL_PREFIX}/call/{name}", answer))
 
     async def _answer(self, sender: str, name: str, payload: bytes) -> bytes:
-        """Return the handler's answer to a call. Other errors are logged and become refusals. Raises: RefusalError."""
+        """Return the handler's answer to a call. Raises: RefusalError, also in place of any other error."""
         if name not in self._answers:  # the sender may not know yet that this peer has restarted
             raise RefusalError(f"this peer does not handle {name!r:.40}, or not yet")
         try:
@@ -398,7 +398,7 @@ class HivemindTransport:
     async def pull(
         self, peer_id: str, name: str, header: bytes, max_bytes: int, timeout: float
     ) -> tuple[bytes, bytearray]:
-        """Ask a peer for data by the pull `name`. Return the answer's header, and its data of at most `max_bytes`.
+        """Ask a peer for the data of the pull `name`. Return the answer's header, and its data of at most `max_bytes`.
 
         Raises: PeerUnreachableError, PeerRefusedError.
         """
@@ -406,8 +406,8 @@ class HivemindTransport:
             return await pull(channel, header, max_bytes)
 
     async def on_pull(self, name: str, serve: Serve, gives_way: bool = False) -> None:
-        """Answer other peers' `pull`s of this name by `serve`. With `gives_way`, data is sent at full rate only while
-        no round is under way."""
+        """Let `serve` answer each `pull` with this name that another peer makes. With `gives_way`, data is sent at full
+        rate only while no round is under way."""
 
         async def answer(channel: Channel) -> None:
             if gives_way:
@@ -442,7 +442,7 @@ class HivemindTransport:
             channel.close()
 
     async def on_stream(self, protocol: str, conversation: Conversation) -> None:
-        """Handle the streams of this protocol that other peers open by `conversation`. Raises: LocalNetworkError."""
+        """Let `conversation` handle each stream that other peers open with this protocol. Raises: LocalNetworkError."""
         self._conversations[protocol] = conversation
 
         async def serve(info: Any, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
