@@ -61,8 +61,8 @@ class Lateness:
 
 
 def gate(workers: WorkerGroup, lines: asyncio.Queue[str]) -> None:
-    """Make the workers wait for a line in `lines` after each training, and report each training's seconds: from theta
-    in shared memory until the trained weights are in shared memory."""
+    """Make the workers wait for a line in `lines` after each training, and report the seconds of each training, from
+    when theta is in shared memory until the trained weights are there too."""
     train = workers.run_inner_loop
 
     async def run_inner_loop(

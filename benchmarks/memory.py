@@ -80,8 +80,8 @@ class Watched:
 
     @property
     def taken(self) -> int:
-        """The bytes that the process and its counted workers take now beyond those at their start, or 0 once the
-        process has ended."""
+        """The bytes of memory that the process and its counted workers take now, less those before they made any
+        vector, or 0 once the process has ended."""
         workers = [] if self.before_worker is None else workers_of(self.process)
         before = self.before + len(workers) * (self.before_worker or 0)
         with suppress(FileNotFoundError, ProcessLookupError):
@@ -267,7 +267,6 @@ def cpu_formula(config: RunConfig, workers: int) -> tuple[int, int]:
 
 
 def row_of(role: str, phase: str, taken: int, parameters: int, formula: int) -> dict[str, Any]:
-    """Return the table's row on one role in one phase: the bytes taken and the bytes predicted."""
     return {
         "role": role,
         "phase": phase,

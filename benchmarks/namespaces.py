@@ -38,8 +38,8 @@ class LinkRates:
 
     @classmethod
     def of_flows(cls, namespaces: Sequence[str], flows: dict[Pair, float]) -> LinkRates:
-        """Return each link's speeds as sums of measured flows: of all flows from the link's namespace, and of all flows
-        to the namespace."""
+        """Return the rates of each namespace's link: `up` is the sum of all flows from the namespace, and `down` the
+        sum of all flows to the namespace."""
         up = [sum(rate for (sender, _), rate in flows.items() if sender == one) for one in namespaces]
         down = [sum(rate for (_, receiver), rate in flows.items() if receiver == one) for one in namespaces]
         return cls(tuple(up), tuple(down))
