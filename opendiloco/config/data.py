@@ -60,7 +60,7 @@ def shares_of(weights: tuple[float, ...]) -> tuple[int, ...]:
 
 
 class MixturePhase(NamedTuple):
-    """The sources' shares of the samples, in force from sample number `first` on."""
+    """Each source's share of the samples, in force from sample number `first` on."""
 
     first: int
     shares: tuple[int, ...]
@@ -93,7 +93,7 @@ class TokenizerSection(Section):
 
 
 class SourceSection(Section):
-    """One source of the text, up to 64 times."""
+    """One source of the training text. run.toml may have up to 64 of these sections."""
 
     source: Name
     """`"stdlib"`, a folder, file or pattern, or a data set on the hub."""
@@ -165,7 +165,6 @@ class DataSection(Section):
 
     @property
     def weights(self) -> tuple[float, ...]:
-        """The sources' weights, in the order of `all_sources`."""
         return tuple(source.weight for source in self.all_sources)
 
     @property

@@ -151,7 +151,8 @@ class OuterScheduleSection(Section):
 
     @property
     def shape(self) -> str:
-        """`decay_shape`; by default "cosine" for the kind of that name, else "linear"."""
+        """The shape of the decay: `decay_shape`, or if this is None, "cosine" for a schedule of that kind, else
+        "linear"."""
         return self.decay_shape or ("cosine" if self.kind == "cosine" else "linear")
 
     @property
@@ -162,7 +163,7 @@ class OuterScheduleSection(Section):
 
     @property
     def total_steps(self) -> int | None:
-        """The length of the schedule in steps; None for a constant schedule and for one in tokens."""
+        """The length of the schedule in steps; None for a constant schedule, and for a schedule in tokens."""
         return sum(self.phases) if self.unit == "steps" and self.kind != "constant" else None
 
     @model_validator(mode="after")

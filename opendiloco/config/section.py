@@ -118,7 +118,7 @@ def read_toml(path: Path, remedy: str) -> dict[str, Any]:
 def describe_validation_error(origin: str, error: ValidationError, model: type[BaseModel]) -> str:
     """Return `error` as text for people: one line for each problem, with its remedy."""
     found = error.errors()
-    # A list with wrong elements is also reported as too short: that line would mislead.
+    # pydantic also reports a list with wrong elements as too short. This line is left out, because it would mislead.
     problems = [each for each in found if each["type"] != "too_short" or len(found) == 1]
     lines = [_line(problem, model) for problem in problems[:PROBLEMS_LIMIT]]
     if len(lines) == 1:

@@ -1,4 +1,5 @@
-"""The loss of a batch of windows of packed documents, computed for some positions at a time to save memory."""
+"""The loss of a batch of windows of packed documents. To save memory, it is computed for a part of the positions at a
+time."""
 
 from __future__ import annotations
 
@@ -93,15 +94,15 @@ def router_loss_weight(model: Any) -> float:
 
 def predicted_tokens(windows: NDArray[np.int64], end: int | None = None) -> int:
     """Return the number of tokens over which `window_loss` takes the mean, at least 1. `end` is the id that ends
-    documents, if these are kept apart."""
+    documents, or None if documents are not kept apart."""
     inputs = windows[:, :-1]
     return inputs.size if end is None else max(1, int((inputs != end).sum()))
 
 
 @contextmanager
 def packing_known(is_packed: bool) -> Iterator[None]:
-    """Make transformers' models take `is_packed` as given within the context, and skip their checks of each batch for
-    packing and padding. Those checks make the host wait until the device has finished its queued work."""
+    """Make transformers' models treat all batches in the context as packed if `is_packed`, else as not packed. The
+    models skip their checks of each batch, which make the host wait until the device has finished its queued work."""
     _patch_transformers()
     before = _known.set(is_packed)
     try:
@@ -292,7 +293,7 @@ def _model_and_loss(
             changed = loss._replace(changes=tuple(calls[0].changes))
             pieces = hidden, head.weight, head.bias, flat, count, changed, learns, slope
             return output, _LossByPieces.apply(*pieces)  # type: ignore[no-untyped-call]
-        _give_up_pieces(model)  # `output` has hidden states for logits, so the model runs again
+        _give_up_pieces(model)  # `output` has hidden states in place of logits, so the model runs again
     output = model(**inputs)
     logits = output.logits.flatten(0, 1)
     if len(logits) > positions_at_once(logits.shape[-1], flat.device):
@@ -385,7 +386,7 @@ class _LogitsRecord(TorchFunctionMode):
 
 
 def _without_view(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the base tensor if `tensor` is a view of all of it, else `tensor`. FSDP2 warns of models that return
+    """Return the base tensor if `tensor` is a view of the whole base, else `tensor`. FSDP2 warns of models that return
     views."""
     base = tensor._base
     is_same = base is not None and (base.shape, base.stride()) == (tensor.shape, tensor.stride())
@@ -408,7 +409,8 @@ def with_forward(module: Any, forward: Callable[..., Any]) -> Iterator[None]:
 
 class _LossByPieces(torch.autograd.Function):
     """The mean loss of hidden states over `count` targets, computed in pieces. The forward pass also computes the
-    gradients; the backward pass multiplies them by the loss's own gradient, unless a given `slope` is in them."""
+    gradients. The backward pass multiplies them by the loss's own gradient, unless the forward pass has multiplied them
+    by a given `slope`."""
 
     @staticmethod
     def forward(
@@ -479,8 +481,8 @@ class _Gradient(NamedTuple):
 
 
 def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
-    """Add the matrix product `left` @ `right` to the fp32 tensor `total`. If torch supports that, the product is not
-    rounded to the dtype of `left` first."""
+    """Add the matrix product `left` @ `right` to the fp32 tensor `total`. If torch can, it adds the product without
+    first rounding it to the dtype of `left`."""
     if left.dtype != total.dtype and _multiplies_into_fp32(left.device, left.dtype):
         torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
     elif left.dtype == total.dtype or left.device.type == "cpu":
@@ -502,8 +504,8 @@ def _multiplies_into_fp32(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def _loss_of_whole(logits: torch.Tensor, targets: torch.Tensor, loss: _LogitsLoss) -> torch.Tensor:
-    """Return the summed loss of logits that are all in memory. Many logits are processed in pieces, again in the
-    backward pass, because their softmax in fp32 would need twice their memory."""
+    """Return the summed loss of logits that are all in memory. For many logits, it is computed in pieces, and again in
+    the backward pass, because the softmax of all logits in fp32 would need twice their memory."""
     rows = positions_at_once(logits.shape[-1], logits.device)
     if len(targets) <= rows:
         return loss(logits, targets)

@@ -115,8 +115,8 @@ def _assign_fragments(
 
 
 def _balanced(sizes: Sequence[int], fragments: int) -> list[int]:
-    """Return a fragment's number for each tensor: the largest tensor first, each tensor goes to the fragment that is
-    smallest so far. Tensors of one size keep the model's order."""
+    """Return a fragment's number for each tensor. From the largest tensor to the smallest, each goes to the fragment
+    that is smallest so far. Tensors of one size keep the model's order."""
     filled, numbers = [0] * fragments, [0] * len(sizes)
     for place in sorted(range(len(sizes)), key=lambda place: -sizes[place]):
         numbers[place] = filled.index(min(filled))
@@ -125,7 +125,7 @@ def _balanced(sizes: Sequence[int], fragments: int) -> list[int]:
 
 
 def _numbered(numbers: Sequence[int]) -> tuple[int, ...]:
-    """Return the fragment numbers, renumbered 0, 1, 2, … in the same order."""
+    """Return the fragment numbers, changed to 0, 1, 2, … in the same order, so that no number is missing."""
     present = sorted(set(numbers))
     return tuple(present.index(number) for number in numbers)
 
@@ -228,7 +228,7 @@ def pin(memory: Vector, device: torch.device) -> None:
         torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(memory.ctypes.data, memory.nbytes, 0))
         _pinned.append(memory)
     except RuntimeError:
-        with suppress(RuntimeError):  # the launch below clears the error, which a later launch would otherwise raise
+        with suppress(RuntimeError):  # the next line clears CUDA's error, which a later call would otherwise raise
             torch.zeros(1, device=device)
 
 
