@@ -205,7 +205,7 @@ async def measure_swarm(values: int, watch: PeakMemory) -> None:
             if rank == 0:
                 arguments += ["--contact", volunteers[0].address]
         swarm = Swarm(volunteers, watch, arguments, folder)
-        for _ in range(SNAPSHOT_EVERY + 2):  # enough entries that joiners fetch a snapshot instead of replaying
+        for _ in range(SNAPSHOT_EVERY + 2):  # enough entries that joiners fetch a snapshot instead of replaying entries
             await swarm.round()
         await swarm.serve_a_joiner()
         await swarm.be_followed()

@@ -128,7 +128,7 @@ def process_behind(prefix: Sequence[str]) -> Iterator[int]:
 
 @dataclass(frozen=True)
 class Course:
-    """The course of one round: the seconds of its parts, and the rates at which each peer received."""
+    """The course of one round: the seconds of its parts, and the rates at which each peer received bytes."""
 
     seconds: float
     encoding: float

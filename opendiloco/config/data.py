@@ -19,7 +19,7 @@ BYTE_TOKENIZER_SIZE = 259
 STANDARD_LIBRARY = "stdlib"
 """The name of the source that every machine has: the code of Python's standard library."""
 
-SOURCE_LIMIT = 64  # most sources in one run: a stranger's manifest must not open thousands of data sets
+SOURCE_LIMIT = 64  # most sources in one run, because a stranger's manifest must not open thousands of data sets
 LONGEST_CYCLE = 10_000
 """Most samples in one cycle of a mixture; `Mixture` keeps a table with an element for each."""
 

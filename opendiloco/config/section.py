@@ -77,7 +77,7 @@ class Section(BaseModel):
 # Errors of pydantic and tomllib become lines that name the field, the value and the remedy.
 
 LONGEST_VALUE = 60  # characters shown of a wrong value, so that the error fits on one line
-PROBLEMS_LIMIT = 20  # problems shown: a stranger's file may have thousands
+PROBLEMS_LIMIT = 20  # most problems shown, because a stranger's file may have thousands
 REMEDIES = {
     "greater_than": "too small. Use a number above {gt}.",
     "greater_than_equal": "too small. Use {ge} or more.",

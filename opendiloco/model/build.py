@@ -252,8 +252,8 @@ def with_sizes_named(config: RunConfig) -> RunConfig:
 
 
 # Rehearsal: building in a limited process -----------------------------------------------------------------------------
-# A model is first built without values in a process with limits on memory and time. Only building shows the cost of a
-# config, because each architecture uses its numbers differently.
+# A model is first built without values, in a process with limits on memory and time. Only building it shows the memory
+# and time that a config costs, because each architecture uses the config's numbers differently.
 
 MOST_BYTES = 1 << 30
 """Most bytes of memory for a model without values. The largest known models need a tenth of that."""

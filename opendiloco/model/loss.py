@@ -170,11 +170,12 @@ def check_document_mask(model: Any) -> None:
 
 
 # Loss in pieces -------------------------------------------------------------------------------------------------------
-# The loss of many positions, without the logits of all of them in memory.
+# The loss of many positions is computed without having the logits of all positions in memory at once.
 #
 # A vocabulary is much wider than a model's hidden states, so the logits of all positions would fill a device's memory.
-# So the model computes only hidden states. For each piece of them, the logits, the loss and, in training, the gradient
-# are computed, and only the loss and the gradient are kept. This takes no more arithmetic than whole logits do.
+# The model therefore computes only hidden states. The logits, the loss and, in training, the gradient are computed for
+# one piece of the positions after the other, and only the loss and the gradient are kept. This needs as much arithmetic
+# as computing all logits at once.
 #
 # torch.nn.functional.linear_cross_entropy also works by pieces, but it has no z-loss, cannot apply a model's changes to
 # its logits, and torch.compile does not fuse it.
@@ -267,7 +268,7 @@ class _LogitsLoss(NamedTuple):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         with torch.enable_grad():
             logits = logits_of()
-            edge = get_gradient_edge(logits)  # allows the gradient of the logits after these are freed
+            edge = get_gradient_edge(logits)  # lets the gradient of the logits be computed after they are freed
             value = compute(logits, targets, self.z_loss, self.changes)
         del logits
         return value.detach(), torch.autograd.grad(value, edge, scale)[0]

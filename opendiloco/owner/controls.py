@@ -20,7 +20,7 @@ from opendiloco.errors import MachineError
 from peers.values.system import make_private_folder
 
 NAME = "control"
-ANSWER_SECONDS = 5.0  # most seconds for a request and its answer: a busy volunteer answers late
+ANSWER_SECONDS = 5.0  # most seconds for a request and its answer, because a busy volunteer answers late
 LINE_LIMIT = 4096  # most bytes of a request or an answer
 
 
