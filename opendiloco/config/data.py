@@ -93,7 +93,7 @@ class TokenizerSection(Section):
 
 
 class SourceSection(Section):
-    """One source of the training text. run.toml may have up to 64 of these sections."""
+    """One of at most 64 text sources."""
 
     source: Name
     """`"stdlib"`, a folder, file or pattern, or a data set on the hub."""

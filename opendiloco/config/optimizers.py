@@ -33,7 +33,7 @@ OuterMomentum = Annotated[Fraction, AfterValidator(_check_momentum)]
 
 
 class AdamWSettings(Section):
-    """The settings of the AdamW optimizer (arXiv 1711.05101)."""
+    """AdamW's settings (arXiv 1711.05101)."""
 
     learning_rate: PositiveFloat
     """Peak learning rate."""

@@ -277,7 +277,7 @@ class RoundsSection(Section):
 
 
 class _SnapshotsSection(Section):
-    """The snapshots with which joining peers begin, before they replay the newer entries of the log."""
+    """The snapshots with which joining peers begin, before they replay newer entries."""
 
     every: Annotated[int, Field(ge=1, le=1000)] = RunSettings.snapshot_every
     """Outer steps between two snapshots."""
@@ -321,7 +321,7 @@ class AboutSection(Section):
 
 
 class RunConfig(Section):
-    """All settings of a run. Keys outside of a table stand before the first table of `run.toml`."""
+    """A run's settings. Keys outside tables come first."""
 
     name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]{0,39}$")]
     """Beginning of the run's id."""
