@@ -57,8 +57,8 @@ class Times:
 
 
 def save_at_once(save: Callable[[Path], object], path: Path) -> float:
-    """Call `save` to write a file to `path`, flush the file and its folder to the disk, and return the seconds of
-    both."""
+    """Call `save` to write a file to `path`, flush the file and its folder to the disk, and return the seconds that
+    writing and flushing took."""
     start = time.perf_counter()
     save(path)
     for each in (path, path.parent):

@@ -35,7 +35,7 @@ from peers.values.identity import Identity
 from peers.values.workload import InnerLoop, Progress, Trained
 
 LOOPBACK = "/ip4/127.0.0.1/tcp/0"
-CHECKPOINT_RATE = 200e6  # bytes a second that are written to a checkpoint: the default of `join`
+CHECKPOINT_RATE = 200e6  # bytes of a checkpoint that are written in a second, as in `join` by default
 LOOK_SECONDS = 0.01
 
 

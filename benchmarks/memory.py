@@ -153,8 +153,8 @@ class Swarm:
                 await follower.process.event("followed", START_SECONDS)
 
     async def leave_one_behind(self) -> None:
-        """Make all volunteers train, and all except the roster's last member average. Record the memory of this late
-        member."""
+        """Make all volunteers train, and make all but the roster's last member average. Record the memory of this
+        member, which is then late."""
         last = self.reports[0]["roster"][-1]
         late = next(each for each in self.volunteers if each.peer == last)
         await self._train(TRAINING)

@@ -36,7 +36,7 @@ ENTRY_SECONDS = 300.0
 @dataclass
 class SwarmTimes:
     """The measurements of one swarm's entries: the seconds of each round and outer step, and the thin member's tokens
-    as a share of the most that a member trained."""
+    divided by those of the member that trained most."""
 
     name: str
     seconds: list[float] = field(default_factory=list)

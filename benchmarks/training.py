@@ -141,7 +141,7 @@ def prepared(config: RunConfig, steps: int | None, repetitions: int) -> RunConfi
 
 
 def with_text(config: RunConfig, text: str) -> RunConfig:
-    """Return the run's configuration with bytes as tokens and with local text: a folder's, or Python's standard
+    """Return the run's configuration with bytes as tokens and with local text, from a folder or from Python's standard
     library."""
     source = text if text == STANDARD_LIBRARY else str(Path(text).resolve())
     return config.model_copy(update={"tokenizer": TokenizerSection(), "data": DataSection(source=source)})

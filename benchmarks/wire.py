@@ -68,8 +68,8 @@ class Wire:
         return self._reaches(self.received, _at(self.times, self.received, end) - CONTROL_BYTES)
 
     def rates(self, start: float, end: float) -> list[Point]:
-        """Return the bytes received a second in each window of WINDOW seconds, as pairs of the window's end in seconds
-        after `start` and the rate."""
+        """Return a pair for each window of WINDOW seconds: the window's end, in seconds after `start`, and the bytes a
+        second that the interface received in the window."""
         bounds = [start + WINDOW * number for number in range(int((end - start) / WINDOW) + 1)]
         counts = [_at(self.times, self.received, bound) for bound in bounds]
         pairs = zip(bounds[1:], counts, counts[1:], strict=False)

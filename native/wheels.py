@@ -62,7 +62,7 @@ def build_all(out: Path) -> list[Path]:
         [source] = build(checkout, out, "--sdist")
         built = [source]
         for processor in PROCESSORS:
-            with tarfile.open(source) as archive:  # unpacked anew for each processor, to have no other's compiled files
+            with tarfile.open(source) as archive:  # new sources for each processor, without another's compiled files
                 archive.extractall(Path(folder) / processor, filter="data")
             [unpacked] = (Path(folder) / processor).iterdir()
             tag = f"manylinux_{GLIBC[0]}_{GLIBC[1]}_{processor}"

@@ -321,7 +321,7 @@ class AboutSection(Section):
 
 
 class RunConfig(Section):
-    """A run's settings. Keys outside tables come first."""
+    """The settings in `run.toml`. Keys outside tables come first."""
 
     name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]{0,39}$")]
     """Beginning of the run's id."""

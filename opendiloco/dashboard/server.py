@@ -133,8 +133,8 @@ HEADERS = {
 
 
 def _is_our_fault(record: logging.LogRecord) -> bool:
-    """Return False for a log record of aiohttp about a client's malformed request. It would have a traceback, so it is
-    not logged."""
+    """Return False for a log record of aiohttp about a client's malformed request, so that this record and its
+    traceback are not logged."""
     error = record.exc_info[1] if record.exc_info else None
     return not isinstance(error, HttpProcessingError | web.RequestPayloadError)
 

@@ -170,8 +170,7 @@ class _Curve:
 
 class _Span(NamedTuple):
     """The times of one entry: `at` is when it was observed, in seconds since the epoch; `seconds` is the time since the
-    preceding entry, and `round_seconds` the part of that time that the round took. None: this process did not see the
-    beginning."""
+    preceding entry, and `round_seconds` the part of that time that the round took. None: unknown."""
 
     at: float
     seconds: float | None
@@ -573,8 +572,8 @@ class RunWatches:
                     self.runs[run] = RunWatch(source)
 
     def _due(self, updating: Mapping[str, object]) -> list[tuple[str, RunWatch]]:
-        """Return the runs to update now: all due runs with an open page, and the one without that was updated longest
-        ago, unless a run without an open page is being updated."""
+        """Return the runs to update now: all due runs with an open page. If no run without an open page is being
+        updated, also the due run without an open page that was updated longest ago."""
         now = time.monotonic()
         due = [(run, watch) for run, watch in self.runs.items() if run not in updating and watch.is_due(now)]
         watched = [(run, watch) for run, watch in due if watch.board.watchers]

@@ -102,8 +102,8 @@ def volunteers(state: Path, run: str | None = None) -> dict[Path, VolunteerStatu
 
 @contextmanager
 def _short(folder: Path) -> Iterator[str]:
-    """Yield a path of the control socket in `folder` that is short, as sockets need it, and valid until the context
-    ends."""
+    """Yield a short path of the control socket in `folder`, because a socket's path has at most 107 bytes. The short
+    path is valid until the context ends."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         yield f"/proc/self/fd/{descriptor}/{NAME}"

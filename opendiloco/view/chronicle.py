@@ -77,9 +77,8 @@ class PeerTotals:
 
 @dataclass(frozen=True)
 class Standing:
-    """One peer's contribution compared with all peers' contributions: tokens, rounds, `share` of all tokens, and
-    `rank`, which is 1 for the largest of the contributions of `peers` peers. Entries that are not in this log do not
-    count."""
+    """One peer's contribution compared with those of all `peers` peers: tokens, rounds, `share` of all tokens, and
+    `rank` (1 for the largest). Entries that are not in this log do not count."""
 
     tokens: int
     rounds: int
@@ -89,7 +88,7 @@ class Standing:
 
 
 class Chronicle:
-    """The history of the log's entries before `next_index`. If other entries have replaced some of these, the history
+    """The history of the log's entries before `next_index`. If the log has replaced some of them by others, the history
     is read again from the beginning."""
 
     def __init__(self) -> None:

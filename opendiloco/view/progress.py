@@ -364,8 +364,7 @@ def _explanations(progress: ProgressReport) -> list[str]:
 
 
 def _sending(sending: Sending, codec: CodecSection) -> str:
-    """Return, in words, the uplink's speed, the last contribution's format, and the seconds that sending it takes out
-    of those that are allowed."""
+    """Return, in words, the uplink's speed, and the last contribution's format, sending time and time limit."""
     kind, time = codec.contributions[sending.format], f"{duration(sending.seconds)} of {duration(sending.allowed)}"
     return f"uplink {8e-6 * sending.uplink:,.0f} Mbit/s: sending {kind}, {time}"
 

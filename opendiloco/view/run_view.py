@@ -255,12 +255,12 @@ STYLES = {
     PeerState.AVERAGING: "magenta",
     PeerState.LEAVING: "red",
 }
-LARGEST_EXPONENT = 100.0  # largest exponent of a shown perplexity, so that this stays finite
+LARGEST_EXPONENT = 100.0  # largest exponent of a perplexity that is shown, so that the perplexity stays finite
 
 
 @dataclass(frozen=True)
 class PeerRow:
-    """One peer's row in the table of peers. `cells` may be fewer than the columns."""
+    """One peer's row in the table of peers. It may have fewer `cells` than the table has columns."""
 
     name: str
     cells: tuple[str, ...]
