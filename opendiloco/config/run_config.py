@@ -168,7 +168,7 @@ RUN_TOKENS = 10**15
 
 
 def _check_product(limit: int, **factors: int) -> None:
-    """Raise ValueError when the product of these factors, given by their keys, is above the limit."""
+    """Raise ValueError if the product of the factors is above `limit`. Each factor's name is its key in run.toml."""
     if math.prod(factors.values()) > limit:
         given = " * ".join(f"{key.replace('__', '.')} = {value}" for key, value in factors.items())
         raise ValueError(f"{given} is {math.prod(factors.values()):.3g} tokens; make them {limit:.0e} at most")
@@ -314,7 +314,7 @@ class AboutSection(Section):
     link: Link | None = None
 
     def lines(self) -> list[str]:
-        """Return the given words as text for people, in at most two lines."""
+        """Return the words that are set, as text for people, in at most two lines."""
         licence = None if self.licence is None else f"licence {self.licence}"
         first, second = (self.title, self.description), (licence, self.contact, self.link)
         return [line for line in (": ".join(filter(None, first)), " · ".join(filter(None, second))) if line]

@@ -57,7 +57,7 @@ Fraction = Annotated[float, Field(ge=0, lt=1)]
 Name = Annotated[str, Field(min_length=1)]
 Words = Annotated[str, Field(min_length=1, max_length=500), AfterValidator(_check_words)]
 Link = Annotated[str, Field(max_length=500), AfterValidator(_check_link)]
-# The reference page of `run.toml` shows the `format` that each JSON schema here names.
+# The reference page of `run.toml` shows the `format` that each of the JSON schemas below names.
 Digest = Annotated[str, AfterValidator(_check_digest), WithJsonSchema({"type": "string", "format": "digest"})]
 PeerName = Annotated[str, AfterValidator(_check_peer_id), WithJsonSchema({"type": "string", "format": "peer id"})]
 

@@ -113,8 +113,8 @@ def packing_known(is_packed: bool) -> Iterator[None]:
 
 @cache
 def _patch_transformers() -> None:
-    """Replace transformers' checks of each batch for packing and padding, for the life of the process: they run only
-    while `_known` is None. A check that the installed version does not have is skipped."""
+    """Replace transformers' checks of each batch for packing and padding, for the life of the process. From then on
+    they run only outside of `packing_known`. A check that the installed version does not have is skipped."""
     masks, models = (importlib.import_module(f"transformers.{name}") for name in ("masking_utils", "modeling_utils"))
     find: Callable[[torch.Tensor], torch.Tensor | None] | None = getattr(masks, FINDS_DOCUMENTS, None)
     warn: Callable[..., None] | None = getattr(models.PreTrainedModel, WARNS_OF_PADDING, None)
@@ -131,7 +131,7 @@ def _patch_transformers() -> None:
 
 def _documents(positions: torch.Tensor, find: Callable[[torch.Tensor], torch.Tensor | None]) -> torch.Tensor | None:
     """Return the index of each token's document in its window; None if each window has one document. `find` is
-    transformers' own check, called only if `_known` is None."""
+    transformers' own check, called only outside of `packing_known`."""
     is_packed = _known.get()
     if is_packed is None:
         return find(positions)

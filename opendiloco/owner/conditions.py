@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from opendiloco.owner.facts import Facts
 
-BUSY_PERCENT, HOT_CELSIUS = 50, 85  # default limits of the conditions "busy" (percent) and "hot" (degrees)
+BUSY_PERCENT, HOT_CELSIUS = 50, 85  # default limits of the conditions "busy" (percent) and "hot" (°C)
 PERCENTS, DEGREES = range(1, 100), range(30, 121)
 """Values that the owner may give to busy and hot. With other values the condition would hold always or never."""
 

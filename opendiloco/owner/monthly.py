@@ -65,7 +65,7 @@ class _Count(BaseModel):
         return self.pace[0] * decay, self.pace[1] * decay
 
     def and_more(self, more: Sequence[int], now: datetime) -> _Count:
-        """Return a count with `more`, the bytes newly sent and received, added at `now`."""
+        """Return this count after adding `more`, the bytes newly sent and received, at the time `now`."""
         moved = [before + new for before, new in zip(self.in_month(now), more, strict=True)]
         pace = [before + new / PACE_SECONDS for before, new in zip(self.pace_at(now), more, strict=True)]
         others = [each for each in self.months.items() if each[0] != _name(now)]

@@ -53,7 +53,7 @@ class _OwnerRequests:
         self.is_asked = False
         self.is_finishing = False
         self._overruled = set[str]()  # names of overruled conditions, each kept until its condition ends
-        self._held = dict[str, tuple[str, float]]()  # by a condition's name: its reason, and when it last held
+        self._held = dict[str, tuple[str, float]]()  # each condition's reason and the last time it held, by its name
         self._seen = set[str]()  # names of conditions that held at the last look
 
     @property
