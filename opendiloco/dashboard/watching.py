@@ -427,9 +427,7 @@ logger = logging.getLogger(__name__)
 
 LOOK_SECONDS = 0.5  # seconds between two checks for runs that are due for an update
 WATCHED_SECONDS = 2.0  # seconds between two updates of a run with an open page
-UNWATCHED_SECONDS = (
-    30.0  # seconds between two updates of a run without an open page; only one such run is updated at a time
-)
+UNWATCHED_SECONDS = 30.0  # seconds between two updates of a run without an open page; only one such run at a time
 LOOK_LIMIT = 20.0  # seconds in which a run's heartbeats must arrive
 PAUSE_SECONDS = 0.05  # seconds left to other tasks between reading two slices of a long log
 PING_SECONDS = 15.0  # seconds between two comments that keep an idle event stream open
