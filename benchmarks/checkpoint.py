@@ -127,7 +127,6 @@ def measure(values: int, rounds: int, folder: Path, rate: float | None) -> dict[
 
 
 def row_of(name: str, times: Times, values: int, blocked: dict[str, list[float]]) -> dict[str, Any]:
-    """Return the table's row on one way to save a checkpoint: the medians of its times over the rounds."""
     seconds, total = statistics.median(times.blocked), statistics.median(times.total)
     return {
         "contender": name,

@@ -207,7 +207,6 @@ def interval(curves: Curves, name: str, base: str) -> tuple[float, float, float]
 
 
 def row(curves: Curves, name: str) -> dict[str, Any]:
-    """Return the table's row on one method, with losses averaged over the seeds."""
     own = curves.get(name, {})
     above = interval(curves, name, BASE)
     return {

@@ -50,7 +50,6 @@ def least_seconds(payload: int, rates: Sequence[float]) -> float:
 
 
 def row_of(group: Group, groups: dict[str, Group], values: int, possible: Possible) -> dict[str, Any]:
-    """Return the table's row on one contender: its seconds beside the least possible seconds."""
     peers, seconds = len(group.peers), statistics.median(group.seconds)
     payload = group.contender.payload(values)
     return {

@@ -94,7 +94,6 @@ async def run(swarm: SwarmTimes, namespaces: Sequence[str], values: int, pause: 
 
 
 async def _entry(peer: PeerProcess, index: int) -> Event:
-    """Return a peer's next report on an entry of index `index` or higher."""
     while (event := await peer.event("averaged", ENTRY_SECONDS))["index"] < index:
         pass
     return event

@@ -125,7 +125,6 @@ async def measure(
 
 
 def row_of(series: Series, planned: Forecast) -> dict[str, Any]:
-    """Return the table's row on one way to train: the measured shares of time beside the planned share."""
     return {
         "swarm": series.way.name,
         "fragments": series.way.fragments,

@@ -146,7 +146,6 @@ class OuterScheduleSection(Section):
 
     @property
     def unit(self) -> Literal["steps", "tokens"]:
-        """The unit of the phases' lengths."""
         return "steps"
 
     @property

@@ -417,7 +417,6 @@ def _plain_record(record: Record, run: Run) -> Plain:
 
 
 def _plain_change(change: Change, run: Run) -> Plain:
-    """Return the values that an entry changes, in words."""
     changed = changed_values(run.config, change.before, change.amendment)
     return {"number": change.amendment.number, "values": changes_in_words(changed)}
 

@@ -156,12 +156,10 @@ class ProgressReport:
 
     @property
     def own(self) -> Heartbeat:
-        """The newest heartbeat of this machine."""
         return self.facts.heartbeats[0]
 
     @property
     def others(self) -> list[Heartbeat]:
-        """The newest heartbeats of the other peers."""
         return [beat for beat in self.view.peers if beat.peer != self.own.peer]
 
     @property
@@ -410,7 +408,6 @@ def _reach(progress: ProgressReport) -> str:
 
 
 def _contributed(own: Standing) -> str:
-    """Return a peer's tokens, rounds, share and rank in words."""
     tokens = in_words(own.tokens).removesuffix("B").rstrip() if own.tokens >= 1000 else own.tokens
     return f"{tokens} tokens in {counted(own.rounds, 'round')}: {own.share:.0%}, rank {own.rank} of {own.peers}"
 

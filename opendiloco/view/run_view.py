@@ -205,17 +205,14 @@ class RunView:
 
     @property
     def outer_steps(self) -> int:
-        """The number of outer steps in the whole run."""
         return outer_steps_in_force(self.run.config, self.amended.in_force)
 
     @property
     def is_finished(self) -> bool:
-        """True if the run has taken its last outer step."""
         return 0 < self.outer_steps <= self.outer_step
 
     @property
     def tokens_per_second(self) -> float:
-        """The sum of all peers' speeds, in tokens a second."""
         return sum(beat.tokens_per_second for beat in self.trainers)
 
     @property
