@@ -115,7 +115,6 @@ def window_bytes(name: str, checkpoints: bool) -> int:
 
 @cache
 def taken_by(name: str, gpus: int, kept: OptimizerState) -> Needs:
-    """Return the memory that the preset `name` needs on `gpus` GPUs that share the model."""
     config = preset(name)
     return needs_of(config, build_skeleton(config, ByteTokenizer()), gpus, WorkerOptions(optimizer_state=kept))
 

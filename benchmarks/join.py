@@ -78,7 +78,6 @@ class Fetch:
         return before / links.rate(DONORS) + (size - before) / links.rate(DONORS - 1) + busy
 
     def overlap(self, began: float, ended: float) -> float:
-        """Return the seconds that the download has in common with the time from `began` to `ended`."""
         return max(0.0, min(ended, self.ended) - max(began, self.began))
 
 

@@ -46,7 +46,6 @@ def golden_line(name: str, seed: int | None, first_block: int) -> str:
 
 
 def main() -> None:
-    """Write the golden payloads of all formats to golden.txt in this module's folder."""
     lines = [golden_line(name, None, 0) for name in reference.BLOCK]
     lines += [golden_line(name, SEED, 7) for name in reference.BLOCK if name not in ("fp16", "sparse")]
     Path(__file__).with_name("golden.txt").write_text("".join(lines), encoding="ascii")

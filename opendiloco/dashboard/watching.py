@@ -400,7 +400,6 @@ class RunHistory:
 
 
 def _plain_record(record: Record, run: Run) -> Plain:
-    """Return an entry of a run as JSON values, with digests in hexadecimal."""
     return {
         "digest": record.digest.hex(),
         "payload": record.payload.hex(),

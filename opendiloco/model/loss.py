@@ -410,8 +410,7 @@ def with_forward(module: Any, forward: Callable[..., Any]) -> Iterator[None]:
 
 class _LossByPieces(torch.autograd.Function):
     """The mean loss of hidden states over `count` targets, computed in pieces. The forward pass also computes the
-    gradients. The backward pass multiplies them by the loss's own gradient, unless the forward pass has multiplied them
-    by a given `slope`."""
+    gradients. The backward pass multiplies them by the loss's own gradient, unless `slope` was given for this."""
 
     @staticmethod
     def forward(

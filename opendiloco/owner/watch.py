@@ -180,8 +180,8 @@ class OwnersWatch:
             logger.exception("an internal error ended the watch for pause conditions: restart join to resume it")
 
     async def wait_until_wanted(self) -> bool:
-        """Wait until there is no reason to pause, then return True. Return False if the volunteer should end
-        instead."""
+        """Wait until there is no reason to pause, then return True, or until the volunteer should end, then return
+        False."""
         if self.comes_back:
             self._is_leaving = self._comes_back = False
         is_sure = not self._requests.conditions  # a condition counts only after two looks in a row

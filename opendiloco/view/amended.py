@@ -33,7 +33,7 @@ class Amended:
     @classmethod
     def seen_in(cls, run: Run, heartbeats: Iterable[Heartbeat], chronicle: Chronicle | None = None) -> Amended:
         """Return the amendments that heartbeats name, except those without the organiser's signature. With a chronicle,
-        the amendment in force is the one in the log that the chronicle has read."""
+        the amendment in force is its log's."""
         beats = sorted(heartbeats, key=lambda beat: (beat.lineage_tokens, beat.sequence), reverse=True)
         organiser = run.manifest.organiser
         known = {
@@ -49,7 +49,6 @@ class Amended:
 
     @property
     def latest(self) -> Amendment | None:
-        """The newest amendment named by any peer."""
         return self.proposed or self.in_force
 
     def lines(self) -> list[str]:

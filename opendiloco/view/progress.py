@@ -392,8 +392,8 @@ def _whether_to_stay(progress: ProgressReport) -> str:
 
 
 def _averages(fragments: Fragments) -> str:
-    """Return, in words, the seconds of the slowest average, the inner steps after which averages are merged, and the
-    share of the training time spent waiting for averages."""
+    """Return, in words, the seconds of the slowest average, the steps after which averages are merged, and the share of
+    the training time spent waiting for averages."""
     merged = f"merged after {counted(fragments.overlap, 'step')}"
     if fragments.longest is None:
         return f"averages {merged}"

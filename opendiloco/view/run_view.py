@@ -39,7 +39,6 @@ LARGEST_STEP = 2**50  # limit for reported outer steps, so that JavaScript repre
 
 # One peer ---------------------------------------------------------------------------------------------------------
 def _shown_state(beat: Heartbeat, config: RunConfig) -> str:
-    """Return a peer's state in one word, which is "finished" after the run's last outer step."""
     return FINISHED if is_finished(beat, config) else str(beat.state)
 
 
@@ -69,7 +68,6 @@ def reachability(beat: Heartbeat) -> str:
 
 
 def _is_on_the_internet(host: str | None) -> bool:
-    """Return True if the host of an endpoint is a public IP address or a DNS name."""
     return host is not None and (is_public(host) or not is_numeric(host))
 
 
