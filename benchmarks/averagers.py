@@ -30,7 +30,7 @@ COMPRESSIONS = {"hivemind-fp32": "NoCompression", "hivemind-fp16": "Float16Compr
 
 
 class Averager(Protocol):
-    """An adapter of an averaging library, which averages `tensor` with the other peers' tensors."""
+    """An adapter of an averaging library. `average` replaces the values of `tensor` by their mean over all peers."""
 
     tensor: torch.Tensor
 
@@ -40,7 +40,7 @@ class Averager(Protocol):
 
 
 class Meeting:
-    """A store of addresses that all peers can read: torch's TCPStore, which the first peer serves.
+    """A store of addresses that all peers can read: torch's TCPStore, which runs in the first peer's process.
 
     `address` is this peer's own IPv4 address; `contact` is the first peer's listener, as ADDRESS:PORT.
     """
@@ -66,7 +66,8 @@ def new_store(host: str, port: int, peers: int, is_master: bool) -> Any:
 
 
 class Gloo:
-    """An averager by torch.distributed's all_reduce on gloo: in fp32, unencrypted, between a fixed set of processes."""
+    """An averager that uses torch.distributed's all_reduce on gloo: in fp32, unencrypted, between a fixed set of
+    processes."""
 
     def __init__(self, tensor: torch.Tensor, meeting: Meeting) -> None:
         self.tensor, self._peers = tensor, meeting.peers
@@ -86,8 +87,8 @@ class Gloo:
 
 
 class Torchft:
-    """An averager by torchft's fault-tolerant all_reduce on gloo. A round lasts from joining torchft's quorum to the
-    vote on the commit."""
+    """An averager that uses torchft's fault-tolerant all_reduce on gloo. A round lasts from joining torchft's quorum to
+    the vote on the commit."""
 
     def __init__(self, tensor: torch.Tensor, meeting: Meeting) -> None:
         self.tensor = tensor
@@ -131,12 +132,12 @@ class Torchft:
 
 
 class Hivemind:
-    """An averager by hivemind in one fixed group of peers. `prepare` finds the group, and `average` averages in the
-    group."""
+    """An averager that uses hivemind in one fixed group of peers. `prepare` forms the group, and `average` averages in
+    the group."""
 
     def __init__(self, tensor: torch.Tensor, meeting: Meeting, kind: str) -> None:
-        # hivemind reads this variable when imported. Its default strategy leaves files in /dev/shm when hivemind is
-        # killed.
+        # hivemind reads this environment variable when hivemind is imported. With its default value, files remain in
+        # /dev/shm when hivemind is killed.
         os.environ["HIVEMIND_MEMORY_SHARING_STRATEGY"] = "file_descriptor"
         import hivemind
         import hivemind.compression

@@ -58,8 +58,6 @@ from peers.values.chunks import KEPT_AT_LEAST
 
 
 def row_of(group: Group, groups: dict[str, Group], values: int) -> dict[str, Any]:
-    """Return the table's row on one contender (diloco-peer or another library): the measurements of its group of
-    peers."""
     peers, ours = len(group.peers), group.contender.name == OURS
     seconds, payload = statistics.median(group.seconds), group.contender.payload(values)
     peak, before = group.memory if ours else (0, 0)

@@ -93,7 +93,6 @@ class BareLoop:
         return loss
 
     def _states(self, ids: torch.Tensor) -> torch.Tensor:
-        """Return the model's last hidden states for these token ids: the input of the model's head."""
         if isinstance(self._model, PlainLlama):
             return self._model.model(ids)  # type: ignore[no-any-return]
         return self._model.base_model(input_ids=ids, use_cache=False).last_hidden_state  # type: ignore[no-any-return]
@@ -101,8 +100,8 @@ class BareLoop:
     def _loss_and_slopes(
         self, states: torch.Tensor, targets: torch.Tensor, shape: torch.Size
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return a micro-batch's part of the batch's mean loss in nats per token, and the gradient of this part by
-        `states`. Also add this part's gradient by the head's weights to the head's gradient.
+        """Return a micro-batch's part of the batch's mean loss in nats per token, and the gradient of this part with
+        respect to `states`. Also add this part's gradient with respect to the head's weights to the head's gradient.
 
         `shape` is the batch's: the windows, and the tokens of each, one more than are predicted.
         """

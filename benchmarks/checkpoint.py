@@ -57,8 +57,8 @@ class Times:
 
 
 def save_at_once(save: Callable[[Path], object], path: Path) -> float:
-    """Call `save` to write a file to `path`, flush the file and its folder to the disk, and return the seconds of
-    both."""
+    """Call `save` to write a file to `path`, flush the file and its folder to the disk, and return the seconds that
+    writing and flushing took."""
     start = time.perf_counter()
     save(path)
     for each in (path, path.parent):
@@ -127,7 +127,6 @@ def measure(values: int, rounds: int, folder: Path, rate: float | None) -> dict[
 
 
 def row_of(name: str, times: Times, values: int, blocked: dict[str, list[float]]) -> dict[str, Any]:
-    """Return the table's row on one way to save a checkpoint: the medians of its times over the rounds."""
     seconds, total = statistics.median(times.blocked), statistics.median(times.total)
     return {
         "contender": name,

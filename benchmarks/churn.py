@@ -38,8 +38,8 @@ DOWN = (0.5, 15.0)
 SHARE_OF_STOPS = 0.3
 START_SECONDS = 120.0
 SETTLE_SECONDS = 15.0
-AT_WORK = 0.8  # smallest share (0 to 1) of the time outside stalls with which the benchmark passes
-LONGEST_STALL = 25.0  # largest number of seconds between two entries with which the benchmark passes
+AT_WORK = 0.8  # the benchmark passes only if at least this share (0 to 1) of the time is outside stalls
+LONGEST_STALL = 25.0  # the benchmark passes only if no gap between two entries has more seconds
 LOCAL = ("/ip4/127.0.0.1/tcp/0",)
 
 
@@ -137,7 +137,7 @@ class RestartingPeer:
                 self.record.add(event)
                 if not self.is_stopped:
                     self.at_work.set()
-        if self.process is process:  # the benchmark did not kill the process, so it failed
+        if self.process is process:  # the process ended by itself, not because the benchmark killed it
             self.failures += 1
             click.echo(f"{self.name} ended by itself: {process.last_words()}", err=True)
 

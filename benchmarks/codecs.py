@@ -90,7 +90,7 @@ def main(sizes: str, rounds: int, compile_too: bool, json_file: Path | None) -> 
         for huge_pages in (False, True):
             arrays = Arrays(count, huge_pages)
             for threads in (1, 2):
-                # Calls on few values are short, so five times as many rounds cost little time.
+                # Calls on few values are short. They are therefore timed in five times as many rounds as other calls.
                 seconds = measure(limits, arrays, threads, rounds if count > 1 << 20 else 5 * rounds, compile_too)
                 rows += [row_of(name, seconds, arrays, threads) for name in seconds]
                 if huge_pages and count == max(counts):

@@ -92,8 +92,8 @@ def our_contenders(arrays: Arrays, threads: int) -> dict[str, Call]:
 
 
 def limit_contenders(limits: Any, arrays: Arrays, threads: int) -> dict[str, Call]:
-    """Return calls, by name, that move as many bytes as the kernels do without computing, except for the addition in
-    "fp32 y += x"."""
+    """Return calls, by name, that read and write as many bytes as the kernels but compute nothing, except for the
+    addition in "fp32 y += x"."""
     values, local, theta, momentum = (
         FloatView(array).address for array in (arrays.values, arrays.local, arrays.theta, arrays.momentum)
     )

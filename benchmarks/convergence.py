@@ -112,8 +112,8 @@ def methods_of(setting: TrainingSetup) -> list[Method]:
             for format, kind in enumerate(("e2m1", "sparse"), 1)
         ),
     ]
-    # The quick setting has fewer inner steps in all than one outer step of the other settings, so H is lowered to 6 at
-    # most.
+    # In all, the quick setting has fewer inner steps than one outer step of the other settings. H is therefore lowered
+    # to at most 6.
     if setting.steps < 500:
         methods = [replace(method, inner_steps=min(method.inner_steps // 10, 6)) for method in methods]
     return methods
@@ -195,7 +195,7 @@ def train_missing(results: Results, methods: Sequence[Method], seeds: int, jobs:
 # The table ------------------------------------------------------------------------------------------------------------
 def interval(curves: Curves, name: str, base: str) -> tuple[float, float, float] | None:
     """Return the percentage by which a method's loss exceeds its baseline's: the mean over their common seeds, and the
-    two ends of the 95 % interval (NaN for one seed). Return None without a common seed."""
+    two ends of the 95 % interval (NaN for one seed). Return None if they have no common seed."""
     own, other = curves.get(name, {}), curves.get(base, {})
     above = [100 * (own[seed].loss / other[seed].loss - 1) for seed in sorted(own.keys() & other.keys())]
     if not above:
@@ -207,7 +207,6 @@ def interval(curves: Curves, name: str, base: str) -> tuple[float, float, float]
 
 
 def row(curves: Curves, name: str) -> dict[str, Any]:
-    """Return the table's row on one method, with losses averaged over the seeds."""
     own = curves.get(name, {})
     above = interval(curves, name, BASE)
     return {

@@ -71,7 +71,7 @@ def shortened(config: RunConfig) -> RunConfig:
 
 def measure(config: RunConfig, device: torch.device, kept: OptimizerState = "device") -> tuple[int, WorkerMemory]:
     """Train a few inner steps, and return the measured peak bytes of tensors on the device and the memory that the
-    formula predicts. On the CPU, the peak includes moments kept in main memory."""
+    formula predicts. On the CPU, the measured peak includes the optimizer's moments if they are kept in main memory."""
     team, tokenizer = Team(device), build_tokenizer(config.tokenizer)
     config = in_fitting_precision(config, team)
     options = WorkerOptions(device=str(device), compile=False, activation_checkpointing=False, optimizer_state=kept)
@@ -115,7 +115,6 @@ def window_bytes(name: str, checkpoints: bool) -> int:
 
 @cache
 def taken_by(name: str, gpus: int, kept: OptimizerState) -> Needs:
-    """Return the memory that the preset `name` needs on `gpus` GPUs that share the model."""
     config = preset(name)
     return needs_of(config, build_skeleton(config, ByteTokenizer()), gpus, WorkerOptions(optimizer_state=kept))
 
@@ -141,8 +140,8 @@ def windows_that_fit(name: str, gpus: int, kept: OptimizerState, card: int, chec
 
 
 def rows_of_cards(cases: Sequence[tuple[str, int]] = ON_CARDS) -> Iterator[dict[str, Any]]:
-    """Yield the rows of the table that `--cards` prints: one for each preset with its number of GPUs, and each place
-    for the optimizer's moments."""
+    """Yield the rows of the table that `--cards` prints. Each row is about one preset on its number of GPUs, and one
+    place (GPU or main memory) of the optimizer's moments."""
     for (name, gpus), kept in product(cases, KEPT):
 
         def fitting(size: int, name: str = name, gpus: int = gpus, kept: OptimizerState = kept) -> str:

@@ -35,7 +35,7 @@ from peers.values.identity import Identity
 from peers.values.workload import InnerLoop, Progress, Trained
 
 LOOPBACK = "/ip4/127.0.0.1/tcp/0"
-CHECKPOINT_RATE = 200e6  # bytes a second that are written to a checkpoint: the default of `join`
+CHECKPOINT_RATE = 200e6  # bytes of a checkpoint that are written in a second, as in `join` by default
 LOOK_SECONDS = 0.01
 
 
@@ -61,8 +61,8 @@ class Lateness:
 
 
 def gate(workers: WorkerGroup, lines: asyncio.Queue[str]) -> None:
-    """Make the workers wait for a line in `lines` after each training, and report each training's seconds: from theta
-    in shared memory until the trained weights are in shared memory."""
+    """Make the workers wait for a line in `lines` after each training, and report the seconds of each training, from
+    when theta is in shared memory until the trained weights are there too."""
     train = workers.run_inner_loop
 
     async def run_inner_loop(

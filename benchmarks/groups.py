@@ -27,7 +27,8 @@ OUR_PEER, OTHER_PEER = "benchmarks.vector_peer", "benchmarks.averagers"
 
 @dataclass(frozen=True)
 class AveragingMethod:
-    """An averaging library and its number format. `kind` is the name in benchmarks/averagers.py, empty for diloco-peer.
+    """An averaging library and its number format. `kind` is the library's name in benchmarks/averagers.py, or empty for
+    diloco-peer.
 
     `value_bytes` is None for contenders that move as many bytes as our payload.
     """
@@ -37,7 +38,7 @@ class AveragingMethod:
     value_bytes: int | None = None
 
     def payload(self, values: int) -> int:
-        """Return the bytes of this library's payload of `values` values."""
+        """Return the size, in bytes, of `values` values as this method sends them."""
         return INT8.payload_size(values) if self.value_bytes is None else values * self.value_bytes
 
 
@@ -92,7 +93,7 @@ class Group:
     """Number of rounds that ended without an error, but left a peer without the average. Such rounds are repeated."""
 
     async def average(self, counts: bool) -> None:
-        """Run one averaging round, repeat it while it is incomplete, and record its measurements if `counts`. Raises:
+        """Run averaging rounds until one is complete, and record this round's measurements if `counts`. Raises:
         PeerProcessError if a peer fails, or five rounds in a row are incomplete."""
         for _ in range(ATTEMPTS):
             began, cpu, reports = await self._try_average()
@@ -128,7 +129,7 @@ class Group:
 
     @property
     def exchange_seconds(self) -> float:
-        """The median seconds of a round from the first peer's beginning until all peers know that all hold the same
+        """The median seconds of a round, from when the first peer begins until all peers know that all hold the same
         payload."""
         spans = [
             float(max(report["agreed"] for report in reports) - min(report["began"] for report in reports))
@@ -168,7 +169,7 @@ async def measure(names: Sequence[str], values: int, places: Sequence[Place], re
     async with AsyncExitStack() as stack:
         logs = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="averaging-")))
         sizes = ["--values", values, "--peers", len(places)]
-        ours = [OUR_PEER, *sizes, "--contribution-format", "int8"]  # fixed, so that all peers send equally many bytes
+        ours = [OUR_PEER, *sizes, "--contribution-format", "int8"]  # one format: all peers must send equally many bytes
         peers = await start_peers(stack, [[*ours, *place.ours] for place in places], places, logs)
         groups = {OURS: Group(contenders[0], peers)}
         if others:

@@ -78,7 +78,6 @@ class Fetch:
         return before / links.rate(DONORS) + (size - before) / links.rate(DONORS - 1) + busy
 
     def overlap(self, began: float, ended: float) -> float:
-        """Return the seconds that the download has in common with the time from `began` to `ended`."""
         return max(0.0, min(ended, self.ended) - max(began, self.began))
 
 
@@ -237,8 +236,8 @@ def bars_of(measured: FetchMeasurements, size: int, links: Bandwidths) -> list[B
 
 
 def places_in(namespaces: str | None, upload: float, download: float) -> list[Place]:
-    """Return the donors' places, followed by the joiners' place: in network namespaces, or on the loopback interface
-    with limits in Mbit/s."""
+    """Return the donors' places, followed by the joiner's place: in the `namespaces`, or (if None) on the loopback
+    interface, where `upload` limits each donor and `download` the joiner, in Mbit/s."""
     if namespaces is None:
         return [
             *[Place(arguments=("--upload-limit", str(upload)))] * DONORS,
@@ -251,8 +250,8 @@ def places_in(namespaces: str | None, upload: float, download: float) -> list[Pl
 
 
 def carried_by(namespaces: str | None, streams: int) -> float | None:
-    """Return the bytes a second that iperf3 measures from all donors at once to the joiner, or None without namespaces
-    or iperf3."""
+    """Return the bytes a second that iperf3 measures from all donors at once to the joiner, or None if there are no
+    namespaces or no iperf3."""
     if namespaces is None or not has_iperf3():
         return None
     *donors, joiner = namespaces.split(",")

@@ -1,4 +1,5 @@
-"""The C functions of limits.c, which measure the speed of the memory, compiled for this processor."""
+"""A library of the C functions in limits.c, which measure the speed of the memory. It is compiled for this
+processor."""
 
 from __future__ import annotations
 

@@ -80,8 +80,8 @@ class Watched:
 
     @property
     def taken(self) -> int:
-        """The bytes that the process and its counted workers take now beyond those at their start, or 0 once the
-        process has ended."""
+        """The bytes of memory that the process and its counted workers take now, less those before they made any
+        vector, or 0 once the process has ended."""
         workers = [] if self.before_worker is None else workers_of(self.process)
         before = self.before + len(workers) * (self.before_worker or 0)
         with suppress(FileNotFoundError, ProcessLookupError):
@@ -153,8 +153,8 @@ class Swarm:
                 await follower.process.event("followed", START_SECONDS)
 
     async def leave_one_behind(self) -> None:
-        """Make all volunteers train, and all except the roster's last member average. Record the memory of this late
-        member."""
+        """Make all volunteers train, and make all but the roster's last member average. Record the memory of this
+        member, which is then late."""
         last = self.reports[0]["roster"][-1]
         late = next(each for each in self.volunteers if each.peer == last)
         await self._train(TRAINING)
@@ -205,7 +205,7 @@ async def measure_swarm(values: int, watch: PeakMemory) -> None:
             if rank == 0:
                 arguments += ["--contact", volunteers[0].address]
         swarm = Swarm(volunteers, watch, arguments, folder)
-        for _ in range(SNAPSHOT_EVERY + 2):  # enough entries that joiners fetch a snapshot instead of replaying
+        for _ in range(SNAPSHOT_EVERY + 2):  # enough entries that joiners fetch a snapshot instead of replaying entries
             await swarm.round()
         await swarm.serve_a_joiner()
         await swarm.be_followed()
@@ -267,7 +267,6 @@ def cpu_formula(config: RunConfig, workers: int) -> tuple[int, int]:
 
 
 def row_of(role: str, phase: str, taken: int, parameters: int, formula: int) -> dict[str, Any]:
-    """Return the table's row on one role in one phase: the bytes taken and the bytes predicted."""
     return {
         "role": role,
         "phase": phase,

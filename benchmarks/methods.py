@@ -50,8 +50,8 @@ class TrainingSetup:
         return self.steps * self.windows_per_step * self.sequence_length
 
     def config(self, seed: int, steps: int, inner_steps: int, batch_size: int, changes: Mapping[str, Any]) -> RunConfig:
-        """Return the run's configuration with this seed. Its replicas take `steps` inner steps of `batch_size` windows
-        each."""
+        """Return the run's configuration with this seed, in which `changes` replaces whole sections. Its replicas take
+        `steps` inner steps of `batch_size` windows each."""
         model = {
             "model_type": "llama",
             "vocab_size": 259,
@@ -134,8 +134,8 @@ def _name_of(idea: Any) -> str:
 
 @dataclass(frozen=True)
 class Curve:
-    """The loss curve of one training, and the bytes that a replica sends: `peak_bytes` at one inner step at most,
-    `sent_bytes` in all."""
+    """The loss curve of one training, and the bytes that one replica sends: `peak_bytes` is the most at one inner step,
+    `sent_bytes` the sum over the training."""
 
     points: tuple[Point, ...]
     peak_bytes: int
@@ -183,7 +183,7 @@ def train(method: Method, setting: TrainingSetup, seed: int) -> Curve:
         sent = 4 * reference.layout.parameter_count if method.kind == "batches" else 0
         return Curve(tuple(points), sent, steps * sent)
     values = [fragment.stop - fragment.start for fragment in reference.layout.fragments]
-    # A codec that the method replaces by Python functions counts as fp32: 4 bytes a value.
+    # A value counts 4 bytes if the method replaces the codec by Python functions.
     sizes = [4 * each if "codec" in method.idea else FORMATS[config.codec.kind].payload_size(each) for each in values]
     return Curve(tuple(points), max(sizes), outer_steps * sum(sizes))
 
@@ -197,7 +197,7 @@ def _cycles(reference: Reference, method: Method, outer_steps: int) -> Iterator[
 
 
 def _rosters(method: Method, outer_steps: int, batch_size: int, fragments: int) -> Iterator[list[Work]]:
-    """Yield a list for each outer step: the work of its members.
+    """For each outer step, yield the work that its members do.
 
     The last replicas are slow, late or thin. Two late replicas take turns: one is a member of every other outer step,
     the second one of those in between.

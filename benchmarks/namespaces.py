@@ -38,8 +38,8 @@ class LinkRates:
 
     @classmethod
     def of_flows(cls, namespaces: Sequence[str], flows: dict[Pair, float]) -> LinkRates:
-        """Return each link's speeds as sums of measured flows: of all flows from the link's namespace, and of all flows
-        to the namespace."""
+        """Return the rates of each namespace's link: `up` is the sum of all flows from the namespace, and `down` the
+        sum of all flows to the namespace."""
         up = [sum(rate for (sender, _), rate in flows.items() if sender == one) for one in namespaces]
         down = [sum(rate for (_, receiver), rate in flows.items() if receiver == one) for one in namespaces]
         return cls(tuple(up), tuple(down))
@@ -69,8 +69,8 @@ def has_iperf3() -> bool:
 
 
 def rates_alone(namespaces: Sequence[str], streams: int) -> LinkRates:
-    """Return the speed of each namespace's link, measured one link and one direction at a time: all other namespaces
-    send to the namespace, or receive from the namespace."""
+    """Return the speeds of each namespace's link, measured for one link and one direction at a time, while all other
+    namespaces send to the link's namespace, or receive from this namespace."""
     up = [sum(flows([pair for pair in _pairs(namespaces) if pair[0] == one], streams).values()) for one in namespaces]
     if len(namespaces) == 2:
         return LinkRates(tuple(up), tuple(reversed(up)))

@@ -76,7 +76,7 @@ class Scale:
 
     @property
     def node(self) -> float:
-        """The seconds of one computing node: a layer's forward pass, or one of the layer's two backward passes."""
+        """The seconds of one pass through a layer: its forward pass, or one of its two backward passes."""
         return self.step_seconds / (3 * self.layers)
 
     def method(self, row: str) -> SyncSchedule:
@@ -136,8 +136,8 @@ TABLE = {
 
 @dataclass
 class Simulation:
-    """A simulated replica in training. `node` is the seconds of one computing node, `reduction` the seconds of one
-    layer's reduction."""
+    """A simulated replica in training. `node` is the seconds of one pass through a layer (forward, or one of two
+    backward), `reduction` the seconds in which the link averages one layer."""
 
     layers: int
     node: float
@@ -149,8 +149,8 @@ class Simulation:
     _due: dict[int, dict[int, float]] = field(default_factory=dict)
 
     def cycles(self, count: int) -> float:
-        """Simulate `count` more cycles, and return the simulated time in seconds at which all their computing and
-        sending is done."""
+        """Simulate `count` more cycles, and return the simulated time in seconds at which all computing and sending of
+        these cycles is done."""
         last = self._step + count * self.method.cycle
         while self._step < last:
             skipped = min(self._undisturbed(), last - self._step - 1)
@@ -161,7 +161,8 @@ class Simulation:
         return max(self._now, self._link_free)
 
     def _undisturbed(self) -> int:
-        """Return the number of next inner steps that neither send a fragment nor wait for one."""
+        """Return the number of inner steps, counted from the next one, before the first that sends a fragment or waits
+        for one."""
         cycle, place = self.method.cycle, self._step % self.method.cycle
         sent = min((end - 1 - place) % cycle for end in self.method.ends)
         return min(sent, min(self._due, default=self._step + cycle + 1) - self._step - 1)

@@ -22,8 +22,8 @@ from opendiloco.kernels import INT8
 
 @dataclass(frozen=True)
 class Possible:
-    """The least seconds that a round of one payload can take on the links, by two measurements of the links' speeds:
-    one link `alone`, and all `at_once`."""
+    """The least number of seconds that a round of one payload can take on the links, computed from the links' speeds,
+    measured one link at a time (`alone`) and all links at once (`at_once`)."""
 
     alone: float
     at_once: float
@@ -34,8 +34,8 @@ class Possible:
 
 
 def least_seconds(payload: int, rates: Sequence[float]) -> float:
-    """Return the least seconds of a round of `payload` bytes, with the reducing split between the members in the best
-    way.
+    """Return the least number of seconds of a round of `payload` bytes, if the reducing is split between the members in
+    the best way.
 
     With n members, one that reduces the share x of the payload sends and receives 1 + (n - 2) x payloads. In a time T,
     a link of `rate` payloads a second therefore allows a share of (T * rate - 1) / (n - 2), and the shares must add up
@@ -50,7 +50,6 @@ def least_seconds(payload: int, rates: Sequence[float]) -> float:
 
 
 def row_of(group: Group, groups: dict[str, Group], values: int, possible: Possible) -> dict[str, Any]:
-    """Return the table's row on one contender: its seconds beside the least possible seconds."""
     peers, seconds = len(group.peers), statistics.median(group.seconds)
     payload = group.contender.payload(values)
     return {

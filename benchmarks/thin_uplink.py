@@ -1,5 +1,5 @@
-"""The cost for a swarm of a member with a thin (slow) uplink, and the share of this member's work that counts: `python
--m benchmarks.thin_uplink --namespaces a,b,c`.
+"""The delay that a member with a thin (slow) uplink causes in a swarm, and the share of this member's work that counts:
+`python -m benchmarks.thin_uplink --namespaces a,b,c`.
 
 Each namespace has one peer, which trains for a fixed time and averages with the others. The last one has the thin
 uplink. Three swarms take turns on the same links: the others without it; all of them; and all of them while the thin
@@ -36,7 +36,7 @@ ENTRY_SECONDS = 300.0
 @dataclass
 class SwarmTimes:
     """The measurements of one swarm's entries: the seconds of each round and outer step, and the thin member's tokens
-    as a share of the most that a member trained."""
+    divided by those of the member that trained most."""
 
     name: str
     seconds: list[float] = field(default_factory=list)
@@ -45,8 +45,8 @@ class SwarmTimes:
     formats: Counter[str] = field(default_factory=Counter)
 
     def note(self, before: Sequence[Event], entry: Sequence[Event], thin: str | None) -> None:
-        """Record an entry's measurements from the reports of all members but the thin one: `entry` on the entry,
-        `before` on the preceding entry."""
+        """Record one entry's measurements. `entry` has the reports of all members except the thin one on this entry,
+        `before` their reports on the preceding entry. `thin` is the thin member's peer id."""
         both = list(zip(before, entry, strict=True))
         self.seconds.append(max(after["in_rounds"] - earlier["in_rounds"] for earlier, after in both))
         self.outer_steps.append(max(after["agreed"] - earlier["agreed"] for earlier, after in both))
@@ -72,7 +72,8 @@ class SwarmTimes:
 
 
 async def run(swarm: SwarmTimes, namespaces: Sequence[str], values: int, pause: float, entries: int) -> None:
-    """Run a swarm until its log has `entries` entries after an uncounted first entry, and record them in `swarm`."""
+    """Run the peers of a swarm, and record `entries` entries of their log in `swarm`. The log's first entry does not
+    count."""
     places = [place_in(each) for each in (namespaces[:-1] if swarm.name == WITHOUT else namespaces)]
     usual = ["--values", values, "--peers", len(places), "--pause", pause, "--steady", "--usual-timing"]
     own = ["--contribution-format", "int8"]
@@ -93,7 +94,6 @@ async def run(swarm: SwarmTimes, namespaces: Sequence[str], values: int, pause: 
 
 
 async def _entry(peer: PeerProcess, index: int) -> Event:
-    """Return a peer's next report on an entry of index `index` or higher."""
     while (event := await peer.event("averaged", ENTRY_SECONDS))["index"] < index:
         pass
     return event

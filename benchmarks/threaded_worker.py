@@ -40,7 +40,7 @@ class ThreadedWorker(WorkerGroup):
 
     def __init__(self, config: RunConfig, overlap: int | None = None) -> None:
         """Create the worker. `overlap` is the number of inner steps between storing a fragment and merging its average;
-        None means the run's."""
+        None means the number in the run's settings."""
         self.config = config
         self.channel = InProcessControlChannel(asyncio.get_running_loop())
         self._own_overlap = config.streaming.overlap if overlap is None else overlap

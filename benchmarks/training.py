@@ -82,7 +82,7 @@ class Machine:
 
     def formula(self, name: str, parameters: int) -> int:
         """Return the bytes of main memory that the contender `name` should take: weights, gradients and moments if it
-        trains on the CPU, and for a volunteer also the growing bytes of its peer process."""
+        trains on the CPU, and for a volunteer also the bytes of its peer process that grow with the model."""
         worker = WorkerMemory(parameters, parameters).training if self.device == "cpu" else 0
         return worker + (HostMemory(parameters, INT8).growing if name == VOLUNTEER else 0)
 
@@ -141,7 +141,7 @@ def prepared(config: RunConfig, steps: int | None, repetitions: int) -> RunConfi
 
 
 def with_text(config: RunConfig, text: str) -> RunConfig:
-    """Return the run's configuration with bytes as tokens and with local text: a folder's, or Python's standard
+    """Return the run's configuration with bytes as tokens and with local text, from a folder or from Python's standard
     library."""
     source = text if text == STANDARD_LIBRARY else str(Path(text).resolve())
     return config.model_copy(update={"tokenizer": TokenizerSection(), "data": DataSection(source=source)})
@@ -187,7 +187,8 @@ async def start(stack: AsyncExitStack, command: list[object], folder: Path, thre
 
 
 def workers_of(volunteer: PeerProcess) -> list[int]:
-    """Return the process ids of the volunteer's workers, without its network daemon and checkpoint writer."""
+    """Return the ids of those child processes of the volunteer that are workers, not its network daemon or checkpoint
+    writer."""
     workers = []
     for process in volunteer.children():
         with suppress(FileNotFoundError, ProcessLookupError):  # the child process may have ended meanwhile
@@ -197,7 +198,6 @@ def workers_of(volunteer: PeerProcess) -> list[int]:
 
 
 def row_of(name: str, measured: SpeedMeasurements, machine: Machine) -> dict[str, Any]:
-    """Return the table's row on one contender: its speed, loss and memory."""
     turns, formula = measured.turns[name], machine.formula(name, measured.parameters)
     utilisation = measured.utilisation(name)
     return {
@@ -255,7 +255,7 @@ def main(
     config = config if data is None else with_text(config, data)
     is_gpu = device != "cpu"
     machine = Machine(
-        FIRST_GPU if device == "cuda" else device,  # a volunteer takes "cuda" as all GPUs
+        FIRST_GPU if device == "cuda" else device,  # for a volunteer, "cuda" means all GPUs
         threads,
         cpu_workers,
         micro_batch or config.training.micro_batch or config.training.batch_size,

@@ -1,5 +1,5 @@
-"""The share of their time in which peers compute, measured and as `diloco-peer plan` predicts: `python -m
-benchmarks.utilisation --namespaces a,b,c,d`.
+"""A comparison of the share of time in which peers compute, as measured, with the share that `diloco-peer plan`
+predicts: `python -m benchmarks.utilisation --namespaces a,b,c,d`.
 
 Four ways to train take turns on the same links, each time as a new swarm: DiLoCo, which waits for each round; Streaming
 DiLoCo, which waits for each fragment; the same with an overlap; and also with four bits. Peers are real except for
@@ -125,7 +125,6 @@ async def measure(
 
 
 def row_of(series: Series, planned: Forecast) -> dict[str, Any]:
-    """Return the table's row on one way to train: the measured shares of time beside the planned share."""
     return {
         "swarm": series.way.name,
         "fragments": series.way.fragments,

@@ -58,18 +58,18 @@ class Wire:
         self.sent.append(sent)
 
     def first_sent(self, start: float) -> float:
-        """Return the time in seconds of the first sent data: since `start` the interface had then sent CONTROL_BYTES
-        bytes."""
+        """Return the time, in seconds, of the first data sent after `start`, taken as the time when CONTROL_BYTES bytes
+        have been sent since `start`."""
         return self._reaches(self.sent, _at(self.times, self.sent, start) + CONTROL_BYTES)
 
     def last_received(self, end: float) -> float:
-        """Return the time in seconds of the last received data: from then to `end` the interface received CONTROL_BYTES
-        bytes."""
+        """Return the time, in seconds, of the last data received before `end`, taken as the time when CONTROL_BYTES
+        bytes were still to arrive."""
         return self._reaches(self.received, _at(self.times, self.received, end) - CONTROL_BYTES)
 
     def rates(self, start: float, end: float) -> list[Point]:
-        """Return the bytes received a second in each window of WINDOW seconds, as pairs of the window's end in seconds
-        after `start` and the rate."""
+        """Return a pair for each window of WINDOW seconds: the window's end, in seconds after `start`, and the bytes a
+        second that the interface received in the window."""
         bounds = [start + WINDOW * number for number in range(int((end - start) / WINDOW) + 1)]
         counts = [_at(self.times, self.received, bound) for bound in bounds]
         pairs = zip(bounds[1:], counts, counts[1:], strict=False)
@@ -89,7 +89,7 @@ def _at(times: Sequence[float], counts: Sequence[int], at: float) -> float:
 
 
 class InterfaceCounters:
-    """A thread that reads the byte counters of the namespaces' network interfaces until the stack ends."""
+    """A thread that reads the byte counters of the namespaces' network interfaces until `stack` closes."""
 
     def __init__(self, stack: ExitStack, namespaces: Sequence[str]) -> None:
         self.wires = [Wire() for _ in namespaces]
@@ -128,7 +128,7 @@ def process_behind(prefix: Sequence[str]) -> Iterator[int]:
 
 @dataclass(frozen=True)
 class Course:
-    """The course of one round: the seconds of its parts, and the rates at which each peer received."""
+    """The course of one round: the seconds of its parts, and the rates at which each peer received bytes."""
 
     seconds: float
     encoding: float
@@ -139,8 +139,8 @@ class Course:
 
     @property
     def talking(self) -> float:
-        """The seconds of a round before the first data and after the last data, without the encoding, but at least
-        PERIOD."""
+        """The seconds of a round before its first data is sent and after its last data is received, minus the seconds
+        of encoding, and at least PERIOD."""
         return max(PERIOD, self.first_byte - self.encoding + self.after_last)
 
 

@@ -28,7 +28,7 @@ def train(config: RunConfig, invite: str, data: list[Path]) -> None:
             loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten())
             loss.backward()
             diloco.report(loss)
-            inner_optimizer.step()  # an outer step's last inner step waits for the other peers, and loads theta
+            inner_optimizer.step()  # the last of an outer step's calls waits for the other peers, and loads theta
             inner_optimizer.zero_grad()
             if diloco.outer_step != outer_step:
                 outer_step = diloco.outer_step

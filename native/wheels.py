@@ -62,7 +62,7 @@ def build_all(out: Path) -> list[Path]:
         [source] = build(checkout, out, "--sdist")
         built = [source]
         for processor in PROCESSORS:
-            with tarfile.open(source) as archive:  # a new folder for each processor, without others' compiled files
+            with tarfile.open(source) as archive:  # new sources for each processor, without another's compiled files
                 archive.extractall(Path(folder) / processor, filter="data")
             [unpacked] = (Path(folder) / processor).iterdir()
             tag = f"manylinux_{GLIBC[0]}_{GLIBC[1]}_{processor}"
@@ -74,7 +74,7 @@ def build_all(out: Path) -> list[Path]:
 
 
 def compiler(processor: str) -> dict[str, str]:
-    """Return the environment variables that make setuptools compile for a processor with zig."""
+    """Return the environment variables with which setuptools uses zig to compile for a processor."""
     command = f"{sys.executable} -m ziglang cc -target {processor}-linux-gnu.{GLIBC[0]}.{GLIBC[1]}"
     return {"CC": command, "LDSHARED": f"{command} -shared", "_PYTHON_HOST_PLATFORM": f"linux-{processor}"}
 

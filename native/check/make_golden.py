@@ -26,8 +26,8 @@ def golden_values(name: str) -> reference.Floats:
     ties = np.arange(count) % 9 == 0
     values[ties] = (generator.integers(-24, 25, count)[ties] / 4).astype(np.float32)
     values[200:204] = np.float32(0), np.float32(-0.0), np.float32(1e-40), np.float32(-1e-42)
-    # The values from index 600 on make the unit of their block a power of two, so that quarters of the unit are exact
-    # ties.
+    # Values from index 600 on make the unit of their block a power of two. Multiples of a quarter of this unit are
+    # therefore exact in fp32, and ties between two levels, too.
     values[600] = {"int8": 127, "uint4": -1, "e3m0": -64, "fp16": 1}.get(name, 12)
     if name == "uint4":
         values[600:768] = np.clip(values[600:768], -1, 14)
@@ -46,7 +46,6 @@ def golden_line(name: str, seed: int | None, first_block: int) -> str:
 
 
 def main() -> None:
-    """Write the golden payloads of all formats to golden.txt in this module's folder."""
     lines = [golden_line(name, None, 0) for name in reference.BLOCK]
     lines += [golden_line(name, SEED, 7) for name in reference.BLOCK if name not in ("fp16", "sparse")]
     Path(__file__).with_name("golden.txt").write_text("".join(lines), encoding="ascii")

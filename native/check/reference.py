@@ -44,8 +44,8 @@ def _linear(v: Floats, random: Integers | None) -> Integers:
 
 
 def _exponential(w: Floats, levels: Integers, random: Integers | None) -> Integers:
-    """Return the 4-bit codes of `levels` for the scaled values `w`: the nearest levels, or neighbouring levels by
-    `random`, on the scale t = |w| + max(|w|, 2)."""
+    """Return the 4-bit code of each scaled value in `w`: the nearest of `levels`, or one of the two neighbouring
+    levels, chosen by `random`. Distances count on the scale t = |w| + max(|w|, 2)."""
     magnitude = np.abs(w)
     t = (magnitude + np.maximum(magnitude, np.float32(2))).astype(np.float64)
     places = (levels + np.maximum(levels, 2)).astype(np.float64)
@@ -126,7 +126,7 @@ def encode_block(name: str, values: Floats, random: Integers | None) -> bytes:
         return header + _half_bytes(_linear((values - minimum) * inverse, random))
     levels = LEVELS[name[:4]]
     unit, inverse = _unit(absmax, int(levels[-1]))
-    # e3m0's values are doubled: the first level lies at w = 2, so that each level covers one power of two of t.
+    # e3m0's values are doubled, so that the first level lies at w = 2, and each level covers one power of two of t.
     factor = 2 if name == "e3m0" else 1
     return unit.tobytes() + _half_bytes(_exponential(values * (factor * inverse), levels * factor, random))
 

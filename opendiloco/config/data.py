@@ -19,7 +19,7 @@ BYTE_TOKENIZER_SIZE = 259
 STANDARD_LIBRARY = "stdlib"
 """The name of the source that every machine has: the code of Python's standard library."""
 
-SOURCE_LIMIT = 64  # most sources in one run: a stranger's manifest must not open thousands of data sets
+SOURCE_LIMIT = 64  # most sources in one run, because a stranger's manifest must not open thousands of data sets
 LONGEST_CYCLE = 10_000
 """Most samples in one cycle of a mixture; `Mixture` keeps a table with an element for each."""
 
@@ -60,7 +60,7 @@ def shares_of(weights: tuple[float, ...]) -> tuple[int, ...]:
 
 
 class MixturePhase(NamedTuple):
-    """The sources' shares of the samples, in force from sample number `first` on."""
+    """Each source's share of the samples, in force from sample number `first` on."""
 
     first: int
     shares: tuple[int, ...]
@@ -93,7 +93,7 @@ class TokenizerSection(Section):
 
 
 class SourceSection(Section):
-    """One source of the text, up to 64 times."""
+    """One of at most 64 text sources."""
 
     source: Name
     """`"stdlib"`, a folder, file or pattern, or a data set on the hub."""
@@ -165,7 +165,6 @@ class DataSection(Section):
 
     @property
     def weights(self) -> tuple[float, ...]:
-        """The sources' weights, in the order of `all_sources`."""
         return tuple(source.weight for source in self.all_sources)
 
     @property

@@ -59,7 +59,7 @@ def _walk(values: JsonValue) -> Iterator[tuple[Place, str, JsonValue]]:
     A place is a linked list and no string: a long key with many values below it would take gigabytes.
     """
     waiting: list[tuple[Place, str, JsonValue]] = [(None, "", values)]
-    while waiting:  # no recursion: a stranger chooses how deep the values are nested
+    while waiting:  # a loop, no recursion, because a stranger chooses the depth of the nesting
         place, key, value = waiting.pop()
         yield place, key, value
         if isinstance(value, dict):

@@ -33,7 +33,7 @@ OuterMomentum = Annotated[Fraction, AfterValidator(_check_momentum)]
 
 
 class AdamWSettings(Section):
-    """AdamW (arXiv 1711.05101)."""
+    """AdamW's settings (arXiv 1711.05101)."""
 
     learning_rate: PositiveFloat
     """Peak learning rate."""
@@ -146,12 +146,12 @@ class OuterScheduleSection(Section):
 
     @property
     def unit(self) -> Literal["steps", "tokens"]:
-        """The unit of the phases' lengths."""
         return "steps"
 
     @property
     def shape(self) -> str:
-        """`decay_shape`; by default "cosine" for the kind of that name, else "linear"."""
+        """The shape of the decay: `decay_shape`, or if this is None, "cosine" for a schedule of that kind, else
+        "linear"."""
         return self.decay_shape or ("cosine" if self.kind == "cosine" else "linear")
 
     @property
@@ -162,7 +162,7 @@ class OuterScheduleSection(Section):
 
     @property
     def total_steps(self) -> int | None:
-        """The length of the schedule in steps; None for a constant schedule and for one in tokens."""
+        """The length of the schedule in steps; None for a constant schedule, and for a schedule in tokens."""
         return sum(self.phases) if self.unit == "steps" and self.kind != "constant" else None
 
     @model_validator(mode="after")

@@ -35,7 +35,8 @@ class Decay(Section):
         return self.after + self.outer_steps
 
     def fraction(self, inner_steps: int, done: int) -> float:
-        """Return the share (0 to 1) of the decay that is over after `done` inner steps, `inner_steps` an outer step."""
+        """Return the share (0 to 1) of the decay that is over when a peer has taken `done` inner steps of the run. An
+        outer step has `inner_steps` inner steps."""
         return min(1.0, max(0.0, (done - self.after * inner_steps) / (self.outer_steps * inner_steps)))
 
 
@@ -80,7 +81,6 @@ class Overrides(Section):
         return json.dumps(values, sort_keys=True, separators=(",", ":")).encode()
 
     def __str__(self) -> str:
-        """Return the names and values of the overrides as text for people."""
         values = self.model_dump(mode="json", exclude_none=True)
         return ", ".join(value_in_words(name, value) for name, value in values.items()) or "the manifest's values"
 
@@ -139,7 +139,8 @@ NO_OVERRIDES = Overrides()
 
 
 def mixture_phases(amendments: Sequence[LoggedAmendment], config: RunConfig) -> tuple[MixturePhase, ...]:
-    """Return the mixtures that follow the manifest's in a run whose log contains these amendments.
+    """Return the changes of the sources' shares that the amendments in a run's log make, in the log's order. The
+    manifest's own shares are not included.
 
     Each mixture begins at the first sample that no lease had when its amendment entered the log. Raises:
     AmendmentError.
@@ -148,7 +149,7 @@ def mixture_phases(amendments: Sequence[LoggedAmendment], config: RunConfig) -> 
     for logged in amendments:
         weights = Overrides.of(logged.amendment, config).weights
         shares = config.data.shares if weights is None else shares_of(weights)
-        if phases[-1].first == logged.cursor > 0:  # no sample has used the preceding phase
+        if phases[-1].first == logged.cursor > 0:  # the preceding phase has no sample
             phases.pop()
         if shares != phases[-1].shares:
             phases.append(MixturePhase(logged.cursor, shares))

@@ -1,4 +1,4 @@
-"""`run.toml` as a whole: all values that define a run, strictly checked. The signed manifest holds exactly these.
+"""`run.toml` as a whole: all values that define a run, strictly checked. The signed manifest contains the same values.
 
 An inner step is one optimizer step of one peer. An outer step is `training.inner_steps` inner steps (the paper's H)
 and one averaging round. The inner schedule counts the inner steps of the whole run (outer index * H + inner step), or
@@ -140,7 +140,7 @@ class StreamingSection(Section):
 
     @property
     def fragments(self) -> tuple[slice, ...] | None:
-        """The slice of the flat vectors that each fragment occupies; None without `sizes`."""
+        """Each fragment's slice of the flat vectors; None if `sizes` is None."""
         places: list[slice] = []
         for size in self.sizes or ():
             start = next_fragment(places[-1].stop if places else 0)
@@ -149,7 +149,8 @@ class StreamingSection(Section):
 
     @property
     def mixing(self) -> float:
-        """The `alpha` in force: by default the paper's 0.5 with an overlap, and 0 without one."""
+        """The weight of a peer's own values when it merges an average: `alpha` if given, else the paper's 0.5 with an
+        overlap, and 0 without one."""
         return self.alpha if self.alpha is not None else 0.5 if self.overlap else 0.0
 
     @property
@@ -167,7 +168,7 @@ RUN_TOKENS = 10**15
 
 
 def _check_product(limit: int, **factors: int) -> None:
-    """Raise ValueError when the product of these factors, given by their keys, is above the limit."""
+    """Raise ValueError if the product of the factors is above `limit`. Each factor's name is its key in run.toml."""
     if math.prod(factors.values()) > limit:
         given = " * ".join(f"{key.replace('__', '.')} = {value}" for key, value in factors.items())
         raise ValueError(f"{given} is {math.prod(factors.values()):.3g} tokens; make them {limit:.0e} at most")
@@ -247,7 +248,7 @@ class RoundsSection(Section):
 
     @property
     def timing(self) -> Timing:
-        """The times, as the protocol's type."""
+        """The section's times in seconds, as the protocol's type `Timing`."""
         return Timing(
             heartbeat=self.heartbeat_seconds,
             heartbeat_expiry=self.heartbeat_expiry_seconds,
@@ -276,7 +277,7 @@ class RoundsSection(Section):
 
 
 class _SnapshotsSection(Section):
-    """The snapshots from which joining peers begin; they replay the entries since."""
+    """The snapshots with which joining peers begin, before they replay newer entries."""
 
     every: Annotated[int, Field(ge=1, le=1000)] = RunSettings.snapshot_every
     """Outer steps between two snapshots."""
@@ -313,14 +314,14 @@ class AboutSection(Section):
     link: Link | None = None
 
     def lines(self) -> list[str]:
-        """Return the given words as text for people, in at most two lines."""
+        """Return the words that are set, as text for people, in at most two lines."""
         licence = None if self.licence is None else f"licence {self.licence}"
         first, second = (self.title, self.description), (licence, self.contact, self.link)
         return [line for line in (": ".join(filter(None, first)), " · ".join(filter(None, second))) if line]
 
 
 class RunConfig(Section):
-    """The keys before the first table of `run.toml`."""
+    """The settings in `run.toml`. Keys outside tables come first."""
 
     name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]{0,39}$")]
     """Beginning of the run's id."""
@@ -373,7 +374,8 @@ class RunConfig(Section):
 
     @property
     def total_outer_steps(self) -> int:
-        """The length of the run: `outer_steps` if given, else as many as the inner schedule fills."""
+        """The length of the run in outer steps: `outer_steps` if given, else the length of the inner schedule, rounded
+        up."""
         return self.outer_steps or math.ceil((self.schedule.total_steps or 0) / self.training.inner_steps)
 
     @classmethod
@@ -383,7 +385,8 @@ class RunConfig(Section):
 
     @classmethod
     def from_manifest_content(cls, content: dict[str, Any], origin: str = "manifest") -> Self:
-        """Return the checked configuration in a manifest. Errors name `origin`. Raises: ManifestError."""
+        """Return the checked configuration from a manifest's values. Raises: ManifestError, which names `origin` as
+        their source."""
         try:
             config = cls.model_validate(content)
             json.dumps(config.to_manifest_content(), allow_nan=False)
@@ -399,7 +402,7 @@ class RunConfig(Section):
 
     def changed(self, values: dict[str, Any]) -> Self:
         """Return the configuration with other values, nested as in run.toml: `{"codec": {"kind": "e2m1"}}`. A table
-        with another `kind` is replaced whole. Raises: ManifestError."""
+        whose `kind` changes is replaced whole. Raises: ManifestError."""
         return self.from_manifest_content(_merged(self.to_manifest_content(), values), "changed")
 
 

@@ -57,7 +57,7 @@ Fraction = Annotated[float, Field(ge=0, lt=1)]
 Name = Annotated[str, Field(min_length=1)]
 Words = Annotated[str, Field(min_length=1, max_length=500), AfterValidator(_check_words)]
 Link = Annotated[str, Field(max_length=500), AfterValidator(_check_link)]
-# The reference page of `run.toml` shows the `format` that each JSON schema here names.
+# The reference page of `run.toml` shows the `format` that each of the JSON schemas below names.
 Digest = Annotated[str, AfterValidator(_check_digest), WithJsonSchema({"type": "string", "format": "digest"})]
 PeerName = Annotated[str, AfterValidator(_check_peer_id), WithJsonSchema({"type": "string", "format": "peer id"})]
 
@@ -77,7 +77,7 @@ class Section(BaseModel):
 # Errors of pydantic and tomllib become lines that name the field, the value and the remedy.
 
 LONGEST_VALUE = 60  # characters shown of a wrong value, so that the error fits on one line
-PROBLEMS_LIMIT = 20  # problems shown: a stranger's file may have thousands
+PROBLEMS_LIMIT = 20  # most problems shown, because a stranger's file may have thousands
 REMEDIES = {
     "greater_than": "too small. Use a number above {gt}.",
     "greater_than_equal": "too small. Use {ge} or more.",
@@ -118,7 +118,7 @@ def read_toml(path: Path, remedy: str) -> dict[str, Any]:
 def describe_validation_error(origin: str, error: ValidationError, model: type[BaseModel]) -> str:
     """Return `error` as text for people: one line for each problem, with its remedy."""
     found = error.errors()
-    # A list with wrong elements is also reported as too short: that line would mislead.
+    # pydantic also reports a list with wrong elements as too short. This line is left out, because it would mislead.
     problems = [each for each in found if each["type"] != "too_short" or len(found) == 1]
     lines = [_line(problem, model) for problem in problems[:PROBLEMS_LIMIT]]
     if len(lines) == 1:

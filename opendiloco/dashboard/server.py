@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 # Connections ----------------------------------------------------------------------------------------------------------
-MOST_CONNECTIONS = 250  # open connections; above this number, the network with the most loses its oldest
+MOST_CONNECTIONS = 250  # most open connections; one more closes the oldest of the network with the most
 REQUEST_SECONDS = 10.0  # seconds in which the headers of a connection's first request must arrive; no body is read
 WRITE_SECONDS = 30.0  # seconds after which the server aborts a connection whose client reads nothing
 END_OF_REQUEST = b"\r\n\r\n"
@@ -59,8 +59,8 @@ class _Connection(asyncio.Protocol):
         self._count(network_of(transport.get_extra_info("peername")[0]))
 
     def _count(self, network: str) -> None:
-        """Add this connection; above `MOST_CONNECTIONS`, abort the oldest connection of the network that has the most.
-        So a flood from one network closes only that network's connections."""
+        """Add this connection. Above `MOST_CONNECTIONS`, abort the oldest connection of the network with the most
+        connections, so that a flood from one network closes only its own connections."""
         self._networks[self] = network
         if len(self._networks) > MOST_CONNECTIONS:
             counts = Counter(self._networks.values())
@@ -133,7 +133,8 @@ HEADERS = {
 
 
 def _is_our_fault(record: logging.LogRecord) -> bool:
-    """Return False for the errors that aiohttp logs, with a traceback, about a malformed request of a client."""
+    """Return False for a log record of aiohttp about a client's malformed request, so that this record and its
+    traceback are not logged."""
     error = record.exc_info[1] if record.exc_info else None
     return not isinstance(error, HttpProcessingError | web.RequestPayloadError)
 
@@ -203,8 +204,8 @@ async def serve_all_runs(
 
 
 def _application(watching: RunWatches, is_local: bool) -> web.Application:
-    """Return the web application: static files, runs as JSON, and runs as events. With `is_local`, it answers only
-    requests whose Host is a loopback name."""
+    """Return the web application, which serves static files, and the runs' data as JSON and as server-sent events. With
+    `is_local`, it answers only requests whose Host is a loopback name."""
     app = web.Application(middlewares=[_only_local] if is_local else [])
     app.on_response_prepare.append(_add_headers)
     for path, (name, content_type) in STATIC.items():

@@ -48,7 +48,7 @@ NOT_YET = "This node has not received the run's log yet."
 
 @dataclass(frozen=True)
 class Source:
-    """One run, as this process knows it.
+    """The functions and values from which the dashboard learns about one run.
 
     `me` is the id of this process's own peer, if it trains in the run. `no_log` is the reason that the page shows while
     there is no log. `held_out` collects the held-out losses from heartbeats; `found` returns held-out losses that
@@ -92,7 +92,7 @@ def volunteer_source(volunteer: Volunteer, network: HivemindTransport) -> Source
 
 class NodeSources:
     """The sources for all runs that a bootstrap node knows, with the logs that it archives. `kept` returns the archived
-    log of a run id."""
+    log of the run with a given id."""
 
     def __init__(self, network: HivemindTransport, kept: Callable[[str], ArchivedRun | None] | None) -> None:
         self._network = network
@@ -102,8 +102,8 @@ class NodeSources:
         self._updated_at = float("-inf")
 
     def current(self, manifests: Iterable[SignedManifest]) -> list[Source]:
-        """Return a source for each of these runs. `manifests` is read at most every `UPDATE_SECONDS`, because it is
-        slow to iterate."""
+        """Return a source for each run in `manifests`, which is read at most every `UPDATE_SECONDS`, because it is slow
+        to iterate."""
         if time.monotonic() - self._updated_at >= UPDATE_SECONDS:
             known = {manifest.run_id: manifest for manifest in manifests}
             self._sources = {run_id: source for run_id, source in self._sources.items() if run_id in known}
@@ -143,8 +143,8 @@ USUAL = 20  # number of newest entries whose median time is the usual time of an
 
 
 class _Curve:
-    """A curve of bounded size: the mean of the values in each bucket. Buckets have equal width; above `MOST_POINTS`,
-    the width doubles."""
+    """A curve of bounded size: the mean of the values in each bucket. All buckets have the same width, which doubles
+    when there are more than `MOST_POINTS` buckets."""
 
     def __init__(self, width: float) -> None:
         self._width = width
@@ -170,7 +170,7 @@ class _Curve:
 
 class _Span(NamedTuple):
     """The times of one entry: `at` is when it was observed, in seconds since the epoch; `seconds` is the time since the
-    entry before, and `round_seconds` the part of it that the round took. None: this process did not see it."""
+    preceding entry, and `round_seconds` the part of that time that the round took. None: unknown."""
 
     at: float
     seconds: float | None
@@ -205,7 +205,7 @@ class _Timeline:
                 del self.spans[next(iter(self.spans))]
         if outer_step != self._step:
             self._since = None if self._step is None else at
-            if self._step is not None and outer_step < self._step:  # another lineage of the log, or peers that lie
+            if self._step is not None and outer_step < self._step:  # another branch of the log, or peers that lie
                 self.spans = {index: span for index, span in self.spans.items() if index < outer_step}
             self._step, self._round_since = outer_step, None
         if is_averaging and self._round_since is None:
@@ -224,8 +224,8 @@ class RunHistory:
         no_log: str = "",
         addresses: tuple[str, ...] = (),
     ) -> None:
-        """`no_log` says why there is no log, and the remedy. `addresses` are put into the invite that the page
-        shows."""
+        """Create an empty history. `no_log` says why there is no log, and the remedy. `addresses` are put into the
+        invite that the page shows."""
         self.me = me
         self._join = f"diloco-peer join {Invite(run.run_id, addresses)}" if addresses else ""
         self.timeline = _Timeline()
@@ -243,7 +243,7 @@ class RunHistory:
 
     # Input ----------------------------------------------------------------------------------------------------
     def observe(self, heartbeats: Iterable[Heartbeat], at: float) -> None:
-        """Record all known heartbeats at a time in seconds since the epoch."""
+        """Record all known heartbeats, as they are at the time `at` (seconds since the epoch)."""
         self._looked_at, self._heartbeats = at, tuple(heartbeats)
         view = self._look()
         kept = {peer: team for peer, team in self._teams.items() if peer in self._chronicle.contributions}
@@ -277,15 +277,14 @@ class RunHistory:
         return is_behind
 
     def _look(self) -> RunView:
-        """Update and return the view of the run."""
         before, run = self.view, self.view.run
         chronicle = self._chronicle if self._has_log else None
         self.view = RunView(run, self._heartbeats, chronicle=chronicle, step_before=before.outer_step)
         return self.view
 
     def _take_losses(self, view: RunView) -> None:
-        """Add the losses that peers report. The training curve takes their median, so that less than half of the peers
-        cannot falsify it."""
+        """Add the losses that peers report to the curves. The training curve gets the peers' median, which less than
+        half of the peers cannot falsify."""
         inner_steps = view.run.config.training.inner_steps
         training = [beat for beat in view.working if beat.loss is not None and beat.index == view.outer_step]
         if training:
@@ -341,8 +340,8 @@ class RunHistory:
         }
 
     def _peers(self) -> Plain:
-        """Return the table of peers: this process's own first, then others by contribution, then archives, then peers
-        that have gone."""
+        """Return the table of peers: this process's own peer, then the others from the largest contribution to the
+        smallest, then archives, then peers that have gone."""
         live, minorities = {beat.peer for beat in self.view.peers}, self.view.agreement.minorities
         tokens = {peer: brought.tokens for peer, brought in self._chronicle.contributions.items()}
 
@@ -376,7 +375,8 @@ class RunHistory:
         }
 
     def _rounds(self) -> Plain:
-        """Return the newest entries, oldest first: from the log, with the times observed here."""
+        """Return the newest entries, oldest first, with the log's values and the times that this process has
+        observed."""
         entries = {record.index: _plain_record(record, self.view.run) for record in self._chronicle.records}
         spans = {index: span._asdict() for index, span in self.timeline.spans.items()}
         newest = sorted({*entries, *spans})[-KEPT:]
@@ -400,7 +400,6 @@ class RunHistory:
 
 
 def _plain_record(record: Record, run: Run) -> Plain:
-    """Return an entry of a run as JSON values, with digests in hexadecimal."""
     return {
         "digest": record.digest.hex(),
         "payload": record.payload.hex(),
@@ -417,7 +416,6 @@ def _plain_record(record: Record, run: Run) -> Plain:
 
 
 def _plain_change(change: Change, run: Run) -> Plain:
-    """Return the values that an entry changes, in words."""
     changed = changed_values(run.config, change.before, change.amendment)
     return {"number": change.amendment.number, "values": changes_in_words(changed)}
 
@@ -427,14 +425,15 @@ logger = logging.getLogger(__name__)
 
 LOOK_SECONDS = 0.5  # seconds between two checks for runs that are due for an update
 WATCHED_SECONDS = 2.0  # seconds between two updates of a run with an open page
-UNWATCHED_SECONDS = 30.0  # seconds between two updates of a run without an open page; one such run at a time
+UNWATCHED_SECONDS = 30.0  # seconds between two updates of a run without an open page; only one such run at a time
 LOOK_LIMIT = 20.0  # seconds in which a run's heartbeats must arrive
 PAUSE_SECONDS = 0.05  # seconds left to other tasks between reading two slices of a long log
 PING_SECONDS = 15.0  # seconds between two comments that keep an idle event stream open
 
 
 class Board:
-    """The content of one page, as JSON by section. Each open page of it receives a section again when it changes."""
+    """The content of one page, as JSON by section. Each browser that shows the page gets a section again when this
+    section changes."""
 
     def __init__(self) -> None:
         self.sections: dict[str, str] = {}
@@ -472,7 +471,7 @@ class Board:
 
 
 class RunWatch:
-    """One run with its history and its page."""
+    """Keeps the history and the page of one run up to date."""
 
     def __init__(self, source: Source) -> None:
         self.source = source
@@ -524,7 +523,8 @@ class RunWatch:
 
 
 class RunWatches:
-    """All runs of the dashboard, by id. `sources` returns the present runs' sources, and is called at each update."""
+    """Keeps all runs of the dashboard up to date. `sources` returns a source for each present run, and is called at
+    each update."""
 
     def __init__(self, sources: Callable[[], Iterable[Source]]) -> None:
         self._sources = sources
@@ -570,8 +570,8 @@ class RunWatches:
                     self.runs[run] = RunWatch(source)
 
     def _due(self, updating: Mapping[str, object]) -> list[tuple[str, RunWatch]]:
-        """Return the runs to update now: all due ones with an open page, and of the others the one updated longest
-        ago."""
+        """Return the runs to update now: all due runs with an open page. If no run without an open page is being
+        updated, also the due run without an open page that was updated longest ago."""
         now = time.monotonic()
         due = [(run, watch) for run, watch in self.runs.items() if run not in updating and watch.is_due(now)]
         watched = [(run, watch) for run, watch in due if watch.board.watchers]

@@ -294,8 +294,8 @@ def average(
     threads: int = 1,
     total_weight: float | None = None,
 ) -> None:
-    """Encode the weighted average of contributions into `payload`. Each contribution is a payload and its weight; they
-    are added in their order.
+    """Encode the weighted average of contributions into `payload`. Each contribution is a payload and its weight. They
+    are added in the order of `contributions`.
 
     The bytes are the same as with `accumulate` into zeros and `finish_average`, but there is no array for the sum.
     Weights must be at least 0. The sum is divided by `total_weight`, by default the sum of the weights, which must be
@@ -414,7 +414,7 @@ def _decode(function: Callable[..., int], payload: Payload, *arguments: object) 
 # The self-test compares all instruction sets' results with the scalar set's, bit for bit, and measures the speed. This
 # takes two seconds.
 
-COMPARED_VALUES = 100 * 1024 + 77  # values of whole blocks, and of a short block that no vector length divides
+COMPARED_VALUES = 100 * 1024 + 77  # values in whole blocks, and in a last block whose size no vector length divides
 TIMED_VALUES = 8 << 20  # values in 32 MiB of floats, more than most caches hold
 SECONDS_PER_OPERATION = 0.3  # seconds for which each of four operations is timed
 
@@ -432,8 +432,8 @@ def differing_sets() -> list[str]:
 
 
 def measure_speeds(threads: int) -> dict[str, float]:
-    """Return each operation's speed in int8, in GB/s read and written, by the operation's name: with the chosen
-    instruction set, on arrays larger than caches."""
+    """Measure the operations in int8, with the chosen instruction set, on arrays larger than caches. Return the GB/s
+    that each operation reads and writes, by name."""
     values, theta, momentum = _values(TIMED_VALUES), _values(TIMED_VALUES), np.zeros(TIMED_VALUES, np.float32)
     payload = Payload(INT8, TIMED_VALUES)
     floats, codes = 4 * TIMED_VALUES, INT8.payload_size(TIMED_VALUES)

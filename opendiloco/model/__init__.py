@@ -16,7 +16,7 @@ utilisation: Precision, flops_per_token, peak_tokens_per_second
 import logging
 import os
 
-os.environ["USE_HUB_KERNELS"] = "NO"  # no downloads of kernels, which some architectures of transformers would start
+os.environ["USE_HUB_KERNELS"] = "NO"  # stops some of transformers' architectures from downloading kernels
 for _name in ("torchao", "torch.utils._pytree"):  # silences torchao, which transformers imports
     if not logging.getLogger(_name).level:
         logging.getLogger(_name).setLevel(logging.ERROR)

@@ -90,7 +90,7 @@ class _Source:
             raise ManifestError(f"{self.refusal}: {first_line(error)}", self.remedy) from error
 
     def build(self, drawing: TorchDispatchMode) -> Any:
-        """Return the model, built in the dispatch mode `drawing`, which draws its weights."""
+        """Build the model in the dispatch mode `drawing`, which draws the weights, and return the model."""
         with self.explained(), drawing:
             if self.folder is None:
                 config = AutoConfig.for_model(**self.values)
@@ -144,8 +144,8 @@ def build_skeleton(config: RunConfig, tokenizer: Tokenizer) -> Any:
 
 
 def _skeleton_of(source: _Source, config: RunConfig, tokenizer: Tokenizer) -> Any:
-    """Return the model of a source on the meta device. A process with limits on memory and time builds it first,
-    because a config may name any number of layers."""
+    """Return the model of a source on the meta device. Because a config may name any number of layers, a child process
+    with limits on memory and time builds the model first."""
 
     def lay_out() -> Any:
         with torch.device("meta"):
@@ -252,8 +252,8 @@ def with_sizes_named(config: RunConfig) -> RunConfig:
 
 
 # Rehearsal: building in a limited process -----------------------------------------------------------------------------
-# A model is first built without values in a process with limits on memory and time. Only building shows the cost of a
-# config, because each architecture uses its numbers differently.
+# A model is first built without values, in a process with limits on memory and time. Only building it shows the memory
+# and time that a config costs, because each architecture uses the config's numbers differently.
 
 MOST_BYTES = 1 << 30
 """Most bytes of memory for a model without values. The largest known models need a tenth of that."""
@@ -295,8 +295,8 @@ def rehearse(build: Callable[[], object], origin: str) -> None:
 
 
 def _attempt(build: Callable[[], object], origin: str, limit: int) -> bytes | None:
-    """Return the answer of a forked process that calls `build`: JSON, or no bytes if the process exceeded a limit.
-    Return None if the process hangs."""
+    """Return the answer of a forked process that calls `build`: the error as JSON (null for none), or no bytes if the
+    process exceeded a limit. Return None if the process hangs."""
     reading, writing = os.pipe()
     with signals_held_back():
         child = os.fork()

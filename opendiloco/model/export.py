@@ -1,4 +1,4 @@
-"""The export of a run's model: a folder that transformers loads, with a card that names the run, the loss and the
+"""The export of a run's model: a folder that transformers loads, with a model card that names the run, the loss and the
 commands to export the model again."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The place of each trainable parameter in a flat fp32 vector. Layouts stay on one machine; peers exchange vectors."""
+"""The place of each trainable parameter in a flat fp32 vector. Peers send each other vectors, but not layouts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The loss of a batch of windows of packed documents, computed for some positions at a time to save memory."""
+"""The loss of a batch of windows of packed documents. To save memory, it is computed for a part of the positions at a
+time."""
 
 from __future__ import annotations
 
@@ -93,15 +94,15 @@ def router_loss_weight(model: Any) -> float:
 
 def predicted_tokens(windows: NDArray[np.int64], end: int | None = None) -> int:
     """Return the number of tokens over which `window_loss` takes the mean, at least 1. `end` is the id that ends
-    documents, if these are kept apart."""
+    documents, or None if documents are not kept apart."""
     inputs = windows[:, :-1]
     return inputs.size if end is None else max(1, int((inputs != end).sum()))
 
 
 @contextmanager
 def packing_known(is_packed: bool) -> Iterator[None]:
-    """Make transformers' models take `is_packed` as given within the context, and skip their checks of each batch for
-    packing and padding. Those checks make the host wait until the device has finished its queued work."""
+    """Make transformers' models treat all batches in the context as packed if `is_packed`, else as not packed. The
+    models skip their checks of each batch, which make the host wait until the device has finished its queued work."""
     _patch_transformers()
     before = _known.set(is_packed)
     try:
@@ -112,8 +113,8 @@ def packing_known(is_packed: bool) -> Iterator[None]:
 
 @cache
 def _patch_transformers() -> None:
-    """Replace transformers' checks of each batch for packing and padding, for the life of the process: they run only
-    while `_known` is None. A check that the installed version does not have is skipped."""
+    """Replace transformers' checks of each batch for packing and padding, for the life of the process. From then on
+    they run only outside of `packing_known`. A check that the installed version does not have is skipped."""
     masks, models = (importlib.import_module(f"transformers.{name}") for name in ("masking_utils", "modeling_utils"))
     find: Callable[[torch.Tensor], torch.Tensor | None] | None = getattr(masks, FINDS_DOCUMENTS, None)
     warn: Callable[..., None] | None = getattr(models.PreTrainedModel, WARNS_OF_PADDING, None)
@@ -130,7 +131,7 @@ def _patch_transformers() -> None:
 
 def _documents(positions: torch.Tensor, find: Callable[[torch.Tensor], torch.Tensor | None]) -> torch.Tensor | None:
     """Return the index of each token's document in its window; None if each window has one document. `find` is
-    transformers' own check, called only if `_known` is None."""
+    transformers' own check, called only outside of `packing_known`."""
     is_packed = _known.get()
     if is_packed is None:
         return find(positions)
@@ -169,11 +170,12 @@ def check_document_mask(model: Any) -> None:
 
 
 # Loss in pieces -------------------------------------------------------------------------------------------------------
-# The loss of many positions, without the logits of all of them in memory.
+# The loss of many positions is computed without having the logits of all positions in memory at once.
 #
 # A vocabulary is much wider than a model's hidden states, so the logits of all positions would fill a device's memory.
-# So the model computes only hidden states. For each piece of them, the logits, the loss and, in training, the gradient
-# are computed, and only the loss and the gradient are kept. This takes no more arithmetic than whole logits do.
+# The model therefore computes only hidden states. The logits, the loss and, in training, the gradient are computed for
+# one piece of the positions after the other, and only the loss and the gradient are kept. This needs as much arithmetic
+# as computing all logits at once.
 #
 # torch.nn.functional.linear_cross_entropy also works by pieces, but it has no z-loss, cannot apply a model's changes to
 # its logits, and torch.compile does not fuse it.
@@ -266,7 +268,7 @@ class _LogitsLoss(NamedTuple):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         with torch.enable_grad():
             logits = logits_of()
-            edge = get_gradient_edge(logits)  # allows the gradient of the logits after these are freed
+            edge = get_gradient_edge(logits)  # lets the gradient of the logits be computed after they are freed
             value = compute(logits, targets, self.z_loss, self.changes)
         del logits
         return value.detach(), torch.autograd.grad(value, edge, scale)[0]
@@ -292,7 +294,7 @@ def _model_and_loss(
             changed = loss._replace(changes=tuple(calls[0].changes))
             pieces = hidden, head.weight, head.bias, flat, count, changed, learns, slope
             return output, _LossByPieces.apply(*pieces)  # type: ignore[no-untyped-call]
-        _give_up_pieces(model)  # `output` has hidden states for logits, so the model runs again
+        _give_up_pieces(model)  # `output` has hidden states in place of logits, so the model runs again
     output = model(**inputs)
     logits = output.logits.flatten(0, 1)
     if len(logits) > positions_at_once(logits.shape[-1], flat.device):
@@ -385,7 +387,7 @@ class _LogitsRecord(TorchFunctionMode):
 
 
 def _without_view(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the base tensor if `tensor` is a view of all of it, else `tensor`. FSDP2 warns of models that return
+    """Return the base tensor if `tensor` is a view of the whole base, else `tensor`. FSDP2 warns of models that return
     views."""
     base = tensor._base
     is_same = base is not None and (base.shape, base.stride()) == (tensor.shape, tensor.stride())
@@ -408,7 +410,7 @@ def with_forward(module: Any, forward: Callable[..., Any]) -> Iterator[None]:
 
 class _LossByPieces(torch.autograd.Function):
     """The mean loss of hidden states over `count` targets, computed in pieces. The forward pass also computes the
-    gradients; the backward pass multiplies them by the loss's own gradient, unless a given `slope` is in them."""
+    gradients. The backward pass multiplies them by the loss's own gradient, unless `slope` was given for this."""
 
     @staticmethod
     def forward(
@@ -479,8 +481,8 @@ class _Gradient(NamedTuple):
 
 
 def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
-    """Add the matrix product `left` @ `right` to the fp32 tensor `total`. If torch supports that, the product is not
-    rounded to the dtype of `left` first."""
+    """Add the matrix product `left` @ `right` to the fp32 tensor `total`. If torch can, it adds the product without
+    first rounding it to the dtype of `left`."""
     if left.dtype != total.dtype and _multiplies_into_fp32(left.device, left.dtype):
         torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
     elif left.dtype == total.dtype or left.device.type == "cpu":
@@ -502,8 +504,8 @@ def _multiplies_into_fp32(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def _loss_of_whole(logits: torch.Tensor, targets: torch.Tensor, loss: _LogitsLoss) -> torch.Tensor:
-    """Return the summed loss of logits that are all in memory. Many logits are processed in pieces, again in the
-    backward pass, because their softmax in fp32 would need twice their memory."""
+    """Return the summed loss of logits that are all in memory. For many logits, it is computed in pieces, and again in
+    the backward pass, because the softmax of all logits in fp32 would need twice their memory."""
     rows = positions_at_once(logits.shape[-1], logits.device)
     if len(targets) <= rows:
         return loss(logits, targets)

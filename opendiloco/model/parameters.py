@@ -65,22 +65,26 @@ def transformer_blocks(model: Any) -> list[Any]:
 
 
 # Fragments ------------------------------------------------------------------------------------------------------------
-# A fragment has the parameters that are synchronised together (Streaming DiLoCo, arXiv 2501.18512, section 2.2).
+# A fragment has the parameters that are averaged together (Streaming DiLoCo, arXiv 2501.18512, section 2.2).
 #
-# With n blocks to a fragment, L blocks make ceil(L / n) fragments (the paper's 24, 48 and 108 blocks with n = 3 make 8,
-# 16 and 36). The patterns, from the paper or added here:
+# With n blocks in a fragment, L blocks make P = ceil(L / n) fragments. The paper's 24, 48 and 108 blocks with n = 3
+# make 8, 16 and 36 fragments. The patterns:
 #
-# - "strided", the paper's default: with P fragments of blocks, fragment p has the blocks p, p + P, p + 2P …
+# - "strided", the paper's default: fragment p has the blocks p, p + P, p + 2P …
 # - "sequential", from the paper: fragment p has the n consecutive blocks from n·p on.
-# - "balanced", added here: whole tensors, including embeddings, are dealt by size, the largest first, each to the
-#   smallest fragment so far. There are as many fragments as there would be of blocks.
-# - Embeddings: the paper shows "all fragments but the embedding" and the "embedding fragment" apart (figure 17), and
-#   synchronises some fragment every 11, 5 and 2 of 100 inner steps (appendix), which is 100 / 9, 100 / 17 and 100 / 37,
-#   one fragment more than those of blocks. So "apart" is the default. The paper does not place the head and the last
-#   norm. Here they go with the embeddings, which also keeps tied ones together. This fragment is the last.
-# - "ends", added here: parameters before the blocks go with the first fragment, those after them with the last.
+# - "balanced", not from the paper: there are P fragments. From the largest tensor to the smallest, embeddings included,
+#   each goes to the fragment that is smallest so far.
 #
-# Fragments are numbered in the order of their synchronisation in a cycle. Parameters that are not trained are in no
+# The parameters outside of the blocks, except with "balanced":
+#
+# - "apart", the default: they are a fragment of their own, the last one. The paper shows the embeddings as a fragment
+#   (figure 17), and synchronises some fragment every 11, 5 and 2 of 100 inner steps (appendix), which fits 9, 17 and 37
+#   fragments, one more than those of blocks. The paper does not place the head and the last norm. They go with the
+#   embeddings, so that tied weights stay together.
+# - "ends", not from the paper: those before the blocks go with the first fragment, those after the blocks with the
+#   last.
+#
+# Fragments are numbered in the order in which a cycle averages them. Parameters that are not trained are in no
 # fragment, and a fragment without trained parameters does not exist.
 
 
@@ -115,8 +119,8 @@ def _assign_fragments(
 
 
 def _balanced(sizes: Sequence[int], fragments: int) -> list[int]:
-    """Return a fragment's number for each tensor: the largest tensor first, each tensor goes to the fragment that is
-    smallest so far. Tensors of one size keep the model's order."""
+    """Return a fragment's number for each tensor. From the largest tensor to the smallest, each goes to the fragment
+    that is smallest so far. Tensors of one size keep the model's order."""
     filled, numbers = [0] * fragments, [0] * len(sizes)
     for place in sorted(range(len(sizes)), key=lambda place: -sizes[place]):
         numbers[place] = filled.index(min(filled))
@@ -125,17 +129,15 @@ def _balanced(sizes: Sequence[int], fragments: int) -> list[int]:
 
 
 def _numbered(numbers: Sequence[int]) -> tuple[int, ...]:
-    """Return the fragment numbers, renumbered 0, 1, 2, … in the same order."""
+    """Return the fragment numbers, changed to 0, 1, 2, … in the same order, so that no number is missing."""
     present = sorted(set(numbers))
     return tuple(present.index(number) for number in numbers)
 
 
 # Each worker's part of the parameters ---------------------------------------------------------------------------------
-# Each worker's part of the parameters, and copies between it and flat vectors.
-#
 # FSDP2 cuts tensors along their first dimension, as `torch.chunk` does. So a worker's part of a parameter is one
-# consecutive slice of the flat vector, and each worker copies its own part without gathering. That also holds for other
-# tensors with the parameters' shapes, such as an optimizer's moments.
+# consecutive slice of the flat vector, and each worker copies its own slice without gathering the whole tensor. The
+# same is true of other tensors with the parameters' shapes, such as an optimizer's moments.
 
 STAGED_VALUES = 2**24
 """Length of the pinned buffer between a GPU and unpinned memory."""
@@ -228,7 +230,7 @@ def pin(memory: Vector, device: torch.device) -> None:
         torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(memory.ctypes.data, memory.nbytes, 0))
         _pinned.append(memory)
     except RuntimeError:
-        with suppress(RuntimeError):  # the launch below clears the error, which a later launch would otherwise raise
+        with suppress(RuntimeError):  # the next line clears CUDA's error, which a later call would otherwise raise
             torch.zeros(1, device=device)
 
 
@@ -253,7 +255,8 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
 
 
 # Merging --------------------------------------------------------------------------------------------------------------
-# The averaged theta is merged into weights that have trained meanwhile: line 21 of Algorithm 2 (arXiv 2501.18512).
+# The averaged theta is merged into weights that were trained during the averaging: line 21 of Algorithm 2 (arXiv
+# 2501.18512).
 #
 #     local = alpha * local + (1 - alpha) * theta
 #

@@ -38,8 +38,8 @@ PEAKS: tuple[tuple[str, dict[Precision, float]], ...] = (
 
 
 def flops_per_token(settings: Any, multiplied: int, sequence_length: int) -> float | None:
-    """Return the floating-point operations of the matrix products to train one token: 6·N +
-    6·layers·width·(sequence_length + 1).
+    """Return the number of floating-point operations in the matrix products that train one token: 6·N +
+    6·layers·width·(sequence_length + 1), where N is `multiplied`.
 
     N is the number of `multiplied` weights (see `multiplied_weights`): each multiplies and adds once forwards, twice
     backwards. The rest is causal attention: queries times keys, and attention weights times values, each over

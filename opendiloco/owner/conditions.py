@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from opendiloco.owner.facts import Facts
 
-BUSY_PERCENT, HOT_CELSIUS = 50, 85  # default limits of the conditions "busy" (percent) and "hot" (degrees)
+BUSY_PERCENT, HOT_CELSIUS = 50, 85  # default limits of the conditions "busy" (percent) and "hot" (°C)
 PERCENTS, DEGREES = range(1, 100), range(30, 121)
 """Values that the owner may give to busy and hot. With other values the condition would hold always or never."""
 
@@ -89,8 +89,8 @@ def parse_conditions(text: str) -> tuple[Condition, ...]:
 
 
 def parse_until(text: str, now: datetime) -> datetime:
-    """Return the local time that a text names: for 07:30 the next one after `now`, for 2026-11-24 07:30 that moment.
-    Raises: ValueError."""
+    """Return the local time that a text names. 07:30 names the next such time after `now`, 2026-11-24 07:30 that
+    moment. Raises: ValueError."""
     try:
         if re.fullmatch(r"\d\d?:\d\d", text.strip()):
             moment = datetime.combine(now, datetime.strptime(text.strip(), "%H:%M").time())

@@ -20,7 +20,7 @@ from opendiloco.errors import MachineError
 from peers.values.system import make_private_folder
 
 NAME = "control"
-ANSWER_SECONDS = 5.0  # most seconds for a request and its answer: a busy volunteer answers late
+ANSWER_SECONDS = 5.0  # most seconds for a request and its answer, because a busy volunteer answers late
 LINE_LIMIT = 4096  # most bytes of a request or an answer
 
 
@@ -34,8 +34,8 @@ class OwnerRequest(BaseModel):
 
 
 class VolunteerStatus(BaseModel):
-    """A volunteer's answer to its owner. `reasons` are those for a pause, `month` describes the month's traffic and
-    its limits, and `initial_peers` are the addresses at which the volunteer looks for the run."""
+    """A volunteer's answer to its owner. `reasons` are the reasons for a pause, `month` describes the month's traffic
+    and its limits, and `initial_peers` are the addresses at which the volunteer looks for the run."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -62,7 +62,7 @@ async def serve_controls(folder: Path, answer: Callable[[OwnerRequest], Voluntee
     try:
         make_private_folder(folder)
         with _short(folder) as near:
-            path.unlink(missing_ok=True)  # a killed process left the socket; the identity's lock excludes a running one
+            path.unlink(missing_ok=True)  # left by a killed process; the identity's lock excludes a running process
             listener = socket.socket(socket.AF_UNIX)
             mask = os.umask(0o177)
             try:
@@ -102,7 +102,8 @@ def volunteers(state: Path, run: str | None = None) -> dict[Path, VolunteerStatu
 
 @contextmanager
 def _short(folder: Path) -> Iterator[str]:
-    """Yield a short path of the control socket in `folder`, valid until the context ends."""
+    """Yield a short path of the control socket in `folder`, because a socket's path has at most 107 bytes. The short
+    path is valid until the context ends."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         yield f"/proc/self/fd/{descriptor}/{NAME}"

@@ -66,7 +66,7 @@ def is_on_battery(root: Path = POWER_SUPPLIES) -> bool:
 
 
 def read_gpus() -> tuple[GpuState, ...]:
-    """Return the state of each NVIDIA GPU, an empty tuple without a driver."""
+    """Return the state of each NVIDIA GPU, or an empty tuple if there is no driver."""
     import pynvml
 
     found = []
@@ -114,7 +114,7 @@ def _text(path: Path) -> str:
 
 @dataclass(frozen=True)
 class Facts:
-    """The facts of one look at this machine.
+    """The facts about this machine at the time `now` on which the conditions for a pause depend.
 
     `others` is the share of its processor cores that other programs use, 0 to 1. `celsius` is the temperature of the
     hottest processor or GPU, None if no sensor can be read. `programs` are the casefolded names of all processes.
@@ -128,15 +128,15 @@ class Facts:
 
 
 class Observer:
-    """Reads the facts of this machine. It reads temperatures only with `with_heat`, because that wakes GPUs. The
-    processor use of other programs is their mean since the look before."""
+    """Reads the facts about this machine. Temperatures are read only if `with_heat`, because reading them wakes GPUs.
+    The processor use of other programs is the mean since the preceding call of `look`."""
 
     def __init__(self, with_heat: bool = True) -> None:
         self._with_heat = with_heat
         self._before: tuple[float, float, float] | None = None
 
     def look(self) -> Facts:
-        """Return the machine's present facts, after some tens of milliseconds."""
+        """Read and return the machine's present facts, which takes some tens of milliseconds."""
         names = (process.info["name"] for process in psutil.process_iter(["name"]))
         return Facts(
             now=datetime.now(),

@@ -28,14 +28,14 @@ KEEP_SECONDS = 30.0
 PACE_SECONDS = SECONDS_A_DAY
 """Seconds over which the pace is averaged. A whole day includes hours without training, and keeps one download of the
 state from counting as a pace for the month."""
-NEAR = 0.9  # share of a limit's bytes, once sent, above which contributions become smaller at any pace
+NEAR = 0.9  # contributions become smaller once this share of a limit's bytes is sent, at any pace
 SPENT = 0.98
 """Share of a limit at which the volunteer pauses. The rest is for the round under way, which is finished first."""
 KEPT_MONTHS = 4
 """Months in the file, those counted last. A clock that is wrong for a while adds another month."""
 LEAST_SHARE = 1e-6
 """The smallest share of a contribution's bytes. It selects the thinnest format."""
-DIRECTIONS, MEASURED_AS = ("up", "down"), ("sent", "received")  # both directions as words for people, and as labels
+DIRECTIONS, MEASURED_AS = ("up", "down"), ("sent", "received")  # both directions: words for people, labels of metrics
 
 
 _Bytes = Annotated[int, Field(ge=0, le=1 << 63)]
@@ -65,7 +65,7 @@ class _Count(BaseModel):
         return self.pace[0] * decay, self.pace[1] * decay
 
     def and_more(self, more: Sequence[int], now: datetime) -> _Count:
-        """Return a count with `more`, the bytes newly sent and received, added at `now`."""
+        """Return this count after adding `more`, the bytes newly sent and received, at the time `now`."""
         moved = [before + new for before, new in zip(self.in_month(now), more, strict=True)]
         pace = [before + new / PACE_SECONDS for before, new in zip(self.pace_at(now), more, strict=True)]
         others = [each for each in self.months.items() if each[0] != _name(now)]
@@ -85,7 +85,8 @@ class _Use:
 
     @property
     def share(self) -> float:
-        """The share of the present pace, above 0 to 1, that stays within the limit until the month's end."""
+        """The largest share of the present pace (above 0, at most 1) with which the traffic stays within the limit
+        until the month's end."""
         if self.limit is None:
             return 1.0
         left, to_come = self.limit - self.moved, self.foreseen - self.moved
@@ -109,7 +110,8 @@ class MonthlyTraffic:
         limits: tuple[float | None, float | None] = (None, None),
         clock: Callable[[], datetime] = lambda: datetime.now(UTC),
     ) -> None:
-        """`folder` is the volunteer's own. `limits` are bytes a month to send and to receive; None: no limit."""
+        """Create the count of the volunteer whose folder is `folder`. `limits` are the most bytes a month to send and
+        to receive; None: no limit."""
         self._file, self._limits, self._clock = folder / FILE_NAME, limits, clock
         self._own = _read(self._file)
         self._others = list(self._read_others())
@@ -125,7 +127,7 @@ class MonthlyTraffic:
     @asynccontextmanager
     async def counting(self, transport: Callable[[], tuple[int, int]]) -> AsyncIterator[None]:
         """Count a new transport's traffic until the context ends, and save the count. `transport` returns the bytes
-        that it has sent and received so far."""
+        that the transport has sent and received so far."""
         self._transport, self._seen = transport, (0, 0)
         keeping = start_task(self._keep_on())
         try:
@@ -189,11 +191,12 @@ class MonthlyTraffic:
         return tuple(found)
 
     def share(self) -> float:
-        """Return the share of a full contribution's bytes that the upload limit allows, 1 without a limit."""
+        """Return the share of a full contribution's bytes that the upload limit allows, or 1 if there is no limit."""
         return self.uses()[0].share
 
     def lines(self) -> list[str]:
-        """Return lines about the month's traffic, and about an upload limit that is near; none without limits."""
+        """Return lines about the month's traffic, and about an upload limit that is near, or no lines if there are no
+        limits."""
         if not any(self._limits):
             return []
         up, down = self.uses()
@@ -205,7 +208,7 @@ class MonthlyTraffic:
         return lines
 
     def conditions(self) -> tuple[Condition, ...]:
-        """Return for each limit a condition that pauses the volunteer at the share `SPENT` of the limit."""
+        """Return for each limit a condition that pauses the volunteer once the share `SPENT` of the limit is used."""
 
         def condition(place: int, limit: float) -> Condition:
             def reason(_: object) -> str | None:

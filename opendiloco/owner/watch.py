@@ -32,7 +32,7 @@ LONGEST_HOLD = 60.0
 SHORTEST_HOLD = CALM_SECONDS + 2 * LOOK_SECONDS
 """Least seconds for which a volunteer that pauses for a condition keeps its place and memory. The end of a condition
 shows only after CALM_SECONDS, and joining again costs more than waiting."""
-NOTICED_SLEEP = 2.0  # shortest reported sleep in seconds: two clocks, read in turn, differ a little
+NOTICED_SLEEP = 2.0  # shortest reported sleep in seconds, because two clocks that are read in turn differ a little
 
 
 ASKED = "you asked for it"
@@ -52,8 +52,8 @@ class _OwnerRequests:
         self.conditions = conditions
         self.is_asked = False
         self.is_finishing = False
-        self._overruled = set[str]()  # names of conditions that the owner overruled, until they end
-        self._held = dict[str, tuple[str, float]]()  # reason and last time of each condition in force, by its name
+        self._overruled = set[str]()  # names of overruled conditions, each kept until its condition ends
+        self._held = dict[str, tuple[str, float]]()  # each condition's reason and the last time it held, by its name
         self._seen = set[str]()  # names of conditions that held at the last look
 
     @property
@@ -116,8 +116,8 @@ class OwnersWatch:
         say: Callable[[str], None] = logger.info,
         phase: Callable[[], str] = lambda: "starting",
     ) -> None:
-        """`look` returns the facts of the machine, `say` shows a line to the owner, and `phase` returns the volunteer's
-        present activity."""
+        """Create the watch. `look` returns the facts of the machine, `say` shows a line to the owner, and `phase`
+        returns the volunteer's present activity."""
         self._requests = _OwnerRequests(conditions)
         self._phase = phase
         self.until = until  # local time at which to leave; None: no such time
@@ -168,7 +168,6 @@ class OwnersWatch:
 
     @property
     def reasons(self) -> tuple[str, ...]:
-        """The reasons for the pause; empty while the volunteer trains."""
         return self._requests.reasons
 
     async def watch(self) -> None:
@@ -181,7 +180,8 @@ class OwnersWatch:
             logger.exception("an internal error ended the watch for pause conditions: restart join to resume it")
 
     async def wait_until_wanted(self) -> bool:
-        """Wait until there is no reason to pause. Return True then, or False if the volunteer should end."""
+        """Wait until there is no reason to pause, then return True, or until the volunteer should end, then return
+        False."""
         if self.comes_back:
             self._is_leaving = self._comes_back = False
         is_sure = not self._requests.conditions  # a condition counts only after two looks in a row
@@ -206,7 +206,8 @@ class OwnersWatch:
         self.observe(replace(self._facts, now=datetime.now()), _awake(), _since_start())
 
     def observe(self, facts: Facts, awake: float, since_start: float) -> None:
-        """Apply `facts` to the conditions. `awake` and `since_start`: the machine's seconds without and with sleep."""
+        """Update the conditions from `facts`, and pause, resume or end the volunteer accordingly. `awake` and
+        `since_start` are the seconds since the machine started, without and with those in which it slept."""
         self._requests.observe(facts, awake)
         asleep = since_start - awake
         slept = 0.0 if self._asleep is None else asleep - self._asleep

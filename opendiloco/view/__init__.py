@@ -1,4 +1,4 @@
-"""The current view of a run, shared by the volunteer's screen, `status`, `runs`, the dashboard and trackers.
+"""The present state of a run, as the volunteer's screen, `status`, `runs`, the dashboard and trackers show it.
 
 Other rooms import:
 amended: amendment_in_words, changed_values, changes_in_words, outer_steps_in_force, plain_amendment,

@@ -1,5 +1,5 @@
-"""The organiser's amendments of a run, in words and as JSON values: those in force, those proposed, and the values that
-they change.
+"""The organiser's amendments of a run as text and as JSON values: the amendment in force, the proposed one, and the
+values that they change.
 
 An amendment that this version does not understand is marked as such. `Overrides.of` keeps this version from training,
 following or checking entries under it.
@@ -32,8 +32,8 @@ class Amended:
 
     @classmethod
     def seen_in(cls, run: Run, heartbeats: Iterable[Heartbeat], chronicle: Chronicle | None = None) -> Amended:
-        """Return the amendments named in heartbeats. With a chronicle, the amendment in force is the log's. Amendments
-        without the organiser's signature are ignored."""
+        """Return the amendments that heartbeats name, except those without the organiser's signature. With a chronicle,
+        the amendment in force is its log's."""
         beats = sorted(heartbeats, key=lambda beat: (beat.lineage_tokens, beat.sequence), reverse=True)
         organiser = run.manifest.organiser
         known = {
@@ -49,7 +49,6 @@ class Amended:
 
     @property
     def latest(self) -> Amendment | None:
-        """The newest amendment named by any peer."""
         return self.proposed or self.in_force
 
     def lines(self) -> list[str]:
@@ -86,14 +85,14 @@ def values_in_force(config: RunConfig, amendment: Amendment | None) -> dict[str,
 
 
 def changed_values(config: RunConfig, old: Amendment | None, new: Amendment | None) -> dict[str, list[Any]]:
-    """Return the values that differ between two amendments in force, by name, each as [old, new]. None stands for the
-    manifest's values."""
+    """Return the values that differ between two amendments in force, by name, each as [old, new]. An amendment that is
+    None stands for the manifest's values."""
     before, after = values_in_force(config, old), values_in_force(config, new)
     return {name: [before[name], value] for name, value in after.items() if value != before[name]}
 
 
 def changes_in_words(changed: Mapping[str, Sequence[Any]]) -> str:
-    """Return the differences that `changed_values` returns in words."""
+    """Return, in words, the differences that `changed_values` has found."""
     words = (
         f"{value_in_words(name, new)} instead of {bare_in_words(name, old)}" for name, (old, new) in changed.items()
     )

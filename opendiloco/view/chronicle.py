@@ -1,5 +1,5 @@
-"""The history of a run, read from its log: for each entry its members, the absent peers with reasons, and the signers;
-and the contribution of each peer."""
+"""The history of a run, read from its log: each entry's members, signatures, and absent peers with the reasons, and
+each peer's contribution."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from peers.values.manifest import Amendment
 SLICE_SECONDS = 0.02
 """Seconds for which one call reads. A long log must not hold up the process's other tasks."""
 KEPT = 240  # number of newest entries kept for display
-UNSIGNED = 8  # number of newest entries whose signatures or digest may still arrive
+UNSIGNED = 8  # number of newest entries whose signatures or state digest may still arrive
 
 
 class _Absence(NamedTuple):
@@ -32,8 +32,8 @@ class _Absence(NamedTuple):
 
 @dataclass(frozen=True)
 class Signatures:
-    """The signatures of an entry: how many of its voters have `signed`, and whether it is `certified` by a quorum
-    (True) or made by a minority alone (False). None: unknown."""
+    """The signatures of an entry: the number of its voters that have `signed`, and `certified`, which is True with a
+    quorum's certificate and False if a minority made the entry alone. None means unknown."""
 
     signed: int | None = None
     voters: int | None = None
@@ -41,8 +41,8 @@ class Signatures:
 
 
 class Change(NamedTuple):
-    """An amendment that takes effect with an entry, and the amendment in force `before`, or None for the manifest's
-    values."""
+    """An amendment that takes effect with an entry. `before` is the amendment that was in force until then, or None for
+    the manifest's values."""
 
     amendment: Amendment
     before: Amendment | None
@@ -77,8 +77,8 @@ class PeerTotals:
 
 @dataclass(frozen=True)
 class Standing:
-    """One peer's contribution compared with all peers' contributions: tokens, rounds, `share` of all tokens, and `rank`
-    among `peers`, 1 for the largest. Only entries in this log count."""
+    """One peer's contribution compared with those of all `peers` peers: tokens, rounds, `share` of all tokens, and
+    `rank` (1 for the largest). Entries that are not in this log do not count."""
 
     tokens: int
     rounds: int
@@ -88,8 +88,8 @@ class Standing:
 
 
 class Chronicle:
-    """The history of one lineage of the log, up to entry `next_index`. If the log changes to another lineage, the
-    history is read again from the beginning."""
+    """The history of the log's entries before `next_index`. If the log has replaced some of them by others, the history
+    is read again from the beginning."""
 
     def __init__(self) -> None:
         self._begin(0)
@@ -99,7 +99,7 @@ class Chronicle:
         """Index of the first entry of the log. A peer that joined in the middle may not have earlier entries."""
         self.records = deque[Record](maxlen=KEPT)
         self.contributions: dict[str, PeerTotals] = {}
-        self.tokens = 0  # sum of all peers' contributions
+        self.tokens = 0  # tokens of all peers' contributions together
         self._end: LogState | None = None
         self._unsigned = deque[tuple[Record, LogState, Header]](maxlen=UNSIGNED)
 
@@ -109,7 +109,7 @@ class Chronicle:
 
     @property
     def amendment(self) -> Amendment | None:
-        """The amendment in force after the last entry that was read, or None."""
+        """The amendment in force after the last entry that was read, or None for the manifest's values."""
         return None if self._end is None else self._end.amendment
 
     def read(self, log: RunLog) -> bool:
@@ -117,7 +117,7 @@ class Chronicle:
         LogError."""
         at, end = self.next_index, self._end
         if end is None or log.first != self.first or log.heads_at([at]).get(at) != end.position.head:
-            self._begin(log.first)  # another lineage, or earlier entries were added to the log
+            self._begin(log.first)  # entries read before were replaced, or earlier ones added
         deadline = time.monotonic() + SLICE_SECONDS
         for entry, state in log.states_after(self._end or log.empty_log):
             if state.last is not None:
@@ -165,14 +165,16 @@ class Chronicle:
         self.tokens += record.tokens
 
     def _complete(self, log: RunLog) -> None:
-        """Add to records the signatures and state digests that have arrived since their entries were read."""
+        """Add to the newest records the signatures and state digests that had not arrived when the entries were
+        read."""
         for record, before, header in self._unsigned:
             record.signatures = record.signatures or _signatures(log.certificate_at(record.index), before, header)
             record.state_digest = record.state_digest or log.state_digest_at(record.index)
 
 
 def _signatures(certificate: Certificate | None, before: LogState, header: Header) -> Signatures | None:
-    """Return the numbers of signers and voters in an entry's certificate, which was verified before the log took it."""
+    """Return the signatures that an entry's certificate has. They are not verified, because the log has verified
+    them."""
     if certificate is None:
         return None
     proof = weigh(certificate, before, header)

@@ -1,5 +1,5 @@
-"""The curves that a peer records for trackers besides its own training: values of each outer step, and other peers'
-held-out losses."""
+"""The curves that a peer sends to trackers in addition to those of its own training: values of each outer step, and
+other peers' held-out losses."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ VERSIONED = ("diloco-peer", "torch", "transformers", "hivemind")
 
 
 class Curves:
-    """The sender of outer steps' values and held-out losses to `telemetry`. `held_out` has the losses that were sent
-    before."""
+    """Sends each outer step's values and the peers' held-out losses to `telemetry`. `held_out` has the losses that were
+    sent already."""
 
     def __init__(self, telemetry: Telemetry, held_out: HeldOutCurve | None = None) -> None:
         self._telemetry = telemetry
@@ -32,7 +32,7 @@ class Curves:
         self._before = RoundCosts()
 
     def taken(self, step: OuterStepTaken, costs: RoundCosts) -> None:
-        """Send the values of an outer step to telemetry. `costs` are the sums over all rounds so far."""
+        """Send the values of an outer step to telemetry. `costs` are the costs of all rounds so far, summed."""
         statistics = step.statistics
         values = {
             "learning_rate": step.learning_rate,
@@ -52,8 +52,8 @@ class Curves:
         self._telemetry.outer_step(step.index, values)
 
     def heard(self, own: Heartbeat, view: RunView) -> None:
-        """Send to telemetry the held-out losses in heartbeats: the first loss reported for each outer step,
-        unverified."""
+        """Send to telemetry the first held-out loss that heartbeats report for each outer step, without verifying the
+        loss."""
         if own.held_out is not None:  # telemetry already has this peer's own loss
             self.held_out.add(own.held_out.index, own.held_out.loss)
         for loss in view.held_out:
@@ -62,11 +62,11 @@ class Curves:
 
 
 def configuration_of(run: Run, peer_id: str, device: str, options: WorkerOptions | None = None) -> dict[str, Any]:
-    """Return the configuration behind the curves as JSON values: the run's manifest, this machine, and library
-    versions."""
+    """Return, as JSON values, the configuration with which the curves were made: the run's manifest, this machine, and
+    library versions."""
     machine: dict[str, Any] = {"device": device, "python": sys.version.split()[0]}
     if options is not None:
-        machine["options"] = asdict(replace(options, compile_cache=None))  # omitted: a folder of this machine
+        machine["options"] = asdict(replace(options, compile_cache=None))  # omitted: names a folder on this machine
     return {
         "run_id": run.run_id,
         "peer_id": peer_id,

@@ -1,5 +1,5 @@
-"""A volunteer's progress: its phase and figures as values, in words, and as `diloco-peer join` shows them, on a live
-screen or as log lines."""
+"""A volunteer's phase and figures: as values, in words, and as `diloco-peer join` shows them on a live screen or in log
+lines."""
 
 from __future__ import annotations
 
@@ -76,7 +76,8 @@ CURVE_WIDTH = 40  # characters of the loss curve, which fit into a line of 80 co
 
 @dataclass(frozen=True)
 class _Work:
-    """The progress of one phase: the `share` of it that is done, from 0 to 1 or None if unknown, after `seconds`."""
+    """The progress of a phase that began `seconds` ago. `share` is the part of the phase that is done (0 to 1), or None
+    if unknown."""
 
     share: float | None = None
     seconds: float = 0.0
@@ -89,8 +90,8 @@ class _Work:
 
 @dataclass(frozen=True)
 class Fragments:
-    """The state of a streaming run's fragments: their `count`, the numbers of those that are being averaged and that
-    are `done` in this cycle, and the `overlap` in inner steps.
+    """The state of a streaming run's fragments: their `count`, the number that is `averaging` now, the number that is
+    `done` in this cycle, and the `overlap` in inner steps.
 
     Of the last training phase: the averages that it waited for, the share of its time spent waiting, and the seconds of
     the slowest average; None: none yet.
@@ -107,7 +108,7 @@ class Fragments:
 
 @dataclass(frozen=True)
 class OwnFacts:
-    """The facts that a volunteer's own process knows about its run. The first of `heartbeats` is its own.
+    """The facts that a volunteer's own process knows about its run. The first of `heartbeats` is the volunteer's own.
 
     `trains_on`: workers still train the last inner steps before the average that is under way. `reach` is the path to
     each other peer. `purposes` are the bytes sent and received by purpose. `download` is the last download of the
@@ -155,12 +156,10 @@ class ProgressReport:
 
     @property
     def own(self) -> Heartbeat:
-        """The newest heartbeat of this machine."""
         return self.facts.heartbeats[0]
 
     @property
     def others(self) -> list[Heartbeat]:
-        """The newest heartbeats of the other peers."""
         return [beat for beat in self.view.peers if beat.peer != self.own.peer]
 
     @property
@@ -259,7 +258,7 @@ class ProgressReader:
 
 
 class _GrowthMeter:
-    """A meter of the growth of a count, in units a second."""
+    """Measures the speed, in units a second, at which a count grows."""
 
     def __init__(self) -> None:
         self._seen = deque[tuple[float, int]]()
@@ -363,7 +362,7 @@ def _explanations(progress: ProgressReport) -> list[str]:
 
 
 def _sending(sending: Sending, codec: CodecSection) -> str:
-    """Return the last contribution's format in words, with the uplink, and the sending time out of the time allowed."""
+    """Return, in words, the uplink's speed, and the last contribution's format, sending time and time limit."""
     kind, time = codec.contributions[sending.format], f"{duration(sending.seconds)} of {duration(sending.allowed)}"
     return f"uplink {8e-6 * sending.uplink:,.0f} Mbit/s: sending {kind}, {time}"
 
@@ -393,7 +392,8 @@ def _whether_to_stay(progress: ProgressReport) -> str:
 
 
 def _averages(fragments: Fragments) -> str:
-    """Return the seconds that averages take and the share of training time spent waiting for them, in words."""
+    """Return, in words, the seconds of the slowest average, the steps after which averages are merged, and the share of
+    the training time spent waiting for averages."""
     merged = f"merged after {counted(fragments.overlap, 'step')}"
     if fragments.longest is None:
         return f"averages {merged}"
@@ -408,7 +408,6 @@ def _reach(progress: ProgressReport) -> str:
 
 
 def _contributed(own: Standing) -> str:
-    """Return a peer's tokens, rounds, share and rank in words."""
     tokens = in_words(own.tokens).removesuffix("B").rstrip() if own.tokens >= 1000 else own.tokens
     return f"{tokens} tokens in {counted(own.rounds, 'round')}: {own.share:.0%}, rank {own.rank} of {own.peers}"
 
@@ -456,7 +455,7 @@ class JoinView(ABC):
 
     @abstractmethod
     def show_stage(self, is_new: bool) -> None:
-        """Show the current stage before training. `is_new` is true if the stage begins another phase."""
+        """Show the present stage of the program's start. `is_new` is True if this stage begins another phase."""
 
     @abstractmethod
     async def show(self, reader: ProgressReader) -> None:
@@ -467,8 +466,8 @@ class JoinView(ABC):
         self.phase = "ended"
 
     def stage(self, stage: str, share: float | None) -> None:
-        """Record a stage before training and the share of it that is done, and show both. During training, do nothing:
-        restarting workers report to the log."""
+        """Record a stage of the program's start and the share of this stage that is done, and show both. During
+        training, do nothing, because workers that restart write their stages to the log."""
         if self._is_training:
             return
         if stage != self._stage:
@@ -490,7 +489,7 @@ class JoinView(ABC):
 
 class Lines(JoinView):
     """The display as log lines: one line a minute with the progress, and one for each new phase that does not recur in
-    every outer step. Messages are printed; with `is_json` they are log lines, too."""
+    every outer step. Messages are printed, or logged if `is_json`."""
 
     def __init__(self, is_json: bool = False) -> None:
         super().__init__()
@@ -553,7 +552,6 @@ class Screen(JoinView):
         super().close()
 
     def _stop_starting(self) -> None:
-        """Remove the line of the program's start from the terminal."""
         live, self._starting = self._starting, None
         if live is not None:
             with suppress(OSError):

@@ -1,4 +1,4 @@
-"""The view of a run at one moment, computed from its peers' heartbeats and its log, for all displays of the run.
+"""The state of a run at one moment, computed from its peers' heartbeats and its log, for all displays of the run.
 
 Heartbeats are signed, but their claims may be false. So numbers are clamped, and less than half of the peers cannot
 change the outer step that is shown.
@@ -34,12 +34,11 @@ FINISHED = "finished"
 OPEN, BEHIND_NAT, UNKNOWN = "open", "NAT", "-"
 LARGEST_LOSS = 100.0  # limit for losses that peers report
 LARGEST_RATE = 1e12  # limit for reported tokens a second, so that the sum of all rates stays finite
-LARGEST_STEP = 2**50  # limit for outer steps, an integer that JavaScript represents exactly
+LARGEST_STEP = 2**50  # limit for reported outer steps, so that JavaScript represents them exactly
 
 
 # One peer ---------------------------------------------------------------------------------------------------------
 def _shown_state(beat: Heartbeat, config: RunConfig) -> str:
-    """Return a peer's state in one word, which is "finished" after the run's last outer step."""
     return FINISHED if is_finished(beat, config) else str(beat.state)
 
 
@@ -49,8 +48,8 @@ def is_finished(beat: Heartbeat, config: RunConfig) -> bool:
 
 
 def holders(beats: Iterable[Heartbeat], step: int) -> str:
-    """Return the number of archives and of other volunteers that have reached an outer step, in words; an empty text if
-    there are none."""
+    """Return, in words, the numbers of archives and of other volunteers that have reached the outer step `step`, or an
+    empty text if there are none."""
     states = [beat.state for beat in beats if beat.index >= step]
     archives, volunteers = states.count(PeerState.ARCHIVING), sum(state in PARTICIPATING for state in states)
     parts = [counted(archives, "archive")] if archives else []
@@ -69,12 +68,11 @@ def reachability(beat: Heartbeat) -> str:
 
 
 def _is_on_the_internet(host: str | None) -> bool:
-    """Return True if the host of an endpoint is a public IP address or a DNS name."""
     return host is not None and (is_public(host) or not is_numeric(host))
 
 
 def plain_peer(beat: Heartbeat, config: RunConfig) -> dict[str, object]:
-    """Return a peer's heartbeat as JSON values, unverified, in the words that all displays share."""
+    """Return a peer's heartbeat as JSON values, in the words that all displays share. The values are not verified."""
     return {
         "peer": beat.peer,
         "name": beat.name,
@@ -89,7 +87,7 @@ def plain_peer(beat: Heartbeat, config: RunConfig) -> dict[str, object]:
 
 
 def _bounded(beat: Heartbeat, last_step: int) -> Heartbeat:
-    """Return a copy of a heartbeat with its numbers clamped; the run has `last_step` outer steps."""
+    """Return a copy of a heartbeat with its numbers clamped to the limits. `last_step` is the limit for outer steps."""
     return beat.model_copy(
         update={
             "index": min(beat.index, last_step),
@@ -130,8 +128,8 @@ class Agreement:
 
     @property
     def minorities(self) -> set[str]:
-        """The peers whose digests differ from the most frequent ones at an outer step. If two sides are equally large,
-        both."""
+        """The peers that at some outer step reported other digests than the largest group of peers. If the two largest
+        groups are equally large, both are included."""
         found = set[str]()
         for index in self.disagreements:
             most, second, *others = sorted(self._digests[index].values(), key=len, reverse=True)
@@ -197,7 +195,7 @@ class RunView:
     @cached_property
     def outer_step(self) -> int:
         """The lower median of the outer steps of the peers at work. If no peer is at work, the largest outer step of
-        archives, the log and the view before."""
+        the archives, of the log, and of the preceding `RunView`."""
         if self.working:
             return statistics.median_low(beat.index for beat in self.working)
         archived = [beat.index for beat in self.peers if beat.state is PeerState.ARCHIVING]
@@ -205,17 +203,14 @@ class RunView:
 
     @property
     def outer_steps(self) -> int:
-        """The number of outer steps in the whole run."""
         return outer_steps_in_force(self.run.config, self.amended.in_force)
 
     @property
     def is_finished(self) -> bool:
-        """True if the run has taken its last outer step."""
         return 0 < self.outer_steps <= self.outer_step
 
     @property
     def tokens_per_second(self) -> float:
-        """The sum of all peers' speeds, in tokens a second."""
         return sum(beat.tokens_per_second for beat in self.trainers)
 
     @property
@@ -235,13 +230,12 @@ class RunView:
 
     @property
     def model(self) -> str:
-        """The model's type, or its path if the organiser gives a path in the manifest."""
+        """The model's path if the manifest names one, otherwise the model's type."""
         model = self.run.manifest.values["model"]  # the manifest's values do not include defaults
         return model.get("path") or str((model.get("config") or {}).get("model_type", "unknown model"))
 
     @property
     def sources(self) -> list[str]:
-        """The names of the run's text sources."""
         return [source.source for source in self.run.config.data.all_sources]
 
 
@@ -256,12 +250,12 @@ STYLES = {
     PeerState.AVERAGING: "magenta",
     PeerState.LEAVING: "red",
 }
-LARGEST_EXPONENT = 100.0  # exponent of the largest perplexity shown, which keeps it finite
+LARGEST_EXPONENT = 100.0  # largest exponent of a perplexity that is shown, so that the perplexity stays finite
 
 
 @dataclass(frozen=True)
 class PeerRow:
-    """One peer's row in the table of peers. `cells` may be fewer than the columns."""
+    """One peer's row in the table of peers. It may have fewer `cells` than the table has columns."""
 
     name: str
     cells: tuple[str, ...]
@@ -332,7 +326,8 @@ def reach_lines(heartbeats: Iterable[Heartbeat]) -> list[str]:
 
 
 def _count(tails: Sequence[str]) -> str:
-    """Return a count of peers in words, with "or more" at NAMED_PEERS, the most that a heartbeat can name."""
+    """Return the number of peers that a heartbeat names, as text, with "or more" at NAMED_PEERS, the most that it can
+    name."""
     return f"{len(tails)}{' or more' if len(tails) == NAMED_PEERS else ''}"
 
 
