@@ -1,4 +1,5 @@
-"""The commands `export`, which writes a run's model as a folder, and `sample`, which prints text of the model."""
+"""The commands `export`, which writes a run's model as a folder, and `sample`, which prints text that the model
+writes."""
 
 from __future__ import annotations
 
@@ -40,8 +41,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class _Place:
-    """The source of the model that `export` or `sample` reads: the peers of a run (`invite`) or a checkpoint
-    (`source`), with the user's own files.
+    """The source from which `export` or `sample` reads a model: the peers of a run (`invite`) or a checkpoint
+    (`source`). `own` names the user's own model and tokenizer.
 
     With `data` = None none of the run's text is read.
     """
