@@ -108,8 +108,8 @@ class Run:
 
 
 def local_tables(config: RunConfig) -> dict[str, str]:
-    """Return the local paths in the tables `model` and `tokenizer`, by table. Each volunteer must name its own
-    files."""
+    """Return the local paths in the tables `model` and `tokenizer`, by the table's name. Each volunteer must name its
+    own files for them."""
     paths = {"model": config.model.path, "tokenizer": config.tokenizer.path}
     is_file = config.tokenizer.kind == "file"
     return {
@@ -133,8 +133,8 @@ def with_own_files(config: RunConfig, own: OwnFiles) -> RunConfig:
 
 
 async def find_run(network: HivemindTransport, run_id: str, remembered: SignedManifest | None = None) -> Run:
-    """Return the run `run_id`, by the remembered manifest or from the network. Raises: SwarmUnreachableError,
-    ManifestError."""
+    """Return the run `run_id`, from the remembered manifest if it is this run's, otherwise from the network. Raises:
+    SwarmUnreachableError, ManifestError."""
     if remembered is not None and remembered.run_id == run_id:
         network.learn(remembered)
         return Run.from_manifest(remembered)

@@ -1,5 +1,5 @@
-"""A peer around the caller's own training loop: `DiLoCo` counts the loop's inner steps, and loads theta into its model
-at each outer step."""
+"""A peer around the caller's own training loop. `DiLoCo` counts the loop's inner steps, and loads theta into the loop's
+model at each outer step."""
 
 from __future__ import annotations
 
@@ -51,15 +51,15 @@ MOST_DRAWS = 20
 
 
 class BetweenSteps(NamedTuple):
-    """An action on a fragment between two inner steps: store its weights (`alpha` is None), or set them to alpha *
-    weights + (1 - alpha) * average."""
+    """An action on a fragment between two inner steps. If `alpha` is None, the fragment's weights are stored; otherwise
+    they are set to alpha * weights + (1 - alpha) * average."""
 
     fragment: int
     alpha: float | None
 
 
 class CyclePlan:
-    """The plan of one cycle: its actions on fragments, by inner step. `Cycles` produces the plan in advance, without
+    """Plans the actions on fragments in one cycle, by inner step. `Cycles` computes the plan in advance, without
     training, because the caller's code takes the inner steps."""
 
     def __init__(self, fragments: int, streaming: StreamingSection) -> None:
@@ -196,7 +196,7 @@ class DiLoCo:
             if kind is None:
                 self._ranks.from_first(self._swarm.leave)
             else:
-                self._ranks.part()  # before this peer leaves: other processes may wait for this process
+                self._ranks.part()  # before this peer leaves, because other processes may wait for this process
                 if self._ranks.is_first:
                     self._swarm.leave()
         except BaseException:  # after an interrupt, leave at once, not at the round's end
@@ -309,7 +309,7 @@ class DiLoCo:
                     self._begin_outer_step()
                     continue
                 windows = self._ranks.from_first(self._next_windows)
-                is_counted = self._ranks.is_first  # the first counts for all: a window in two shares counts once
+                is_counted = self._ranks.is_first  # the first process counts the batch, so no window counts twice
                 self._tokens.say(len(windows) * run.config.training.sequence_length if is_counted else 0)
                 yield self._ranks.piece(windows)
 
@@ -434,7 +434,6 @@ class DiLoCo:
         return self._worker.is_changed(self._outer_step, fragment)
 
     def _on_first(self, find: Callable[[], Found]) -> Found | None:
-        """Return the result of `find()` in the first process, and None in the other processes."""
         return find() if self._ranks.is_first else None
 
 

@@ -227,8 +227,8 @@ def _whole(tensor: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
 
 # Counting tokens ------------------------------------------------------------------------------------------------------
 class TokenCounter:
-    """A counter of the tokens that one inner step trains: those that pass through the model in training mode, or the
-    number that the loop gives.
+    """Counts the tokens that one inner step trains. These are the tokens that pass through the model in training mode,
+    unless the loop gives their number.
 
     Token ids are the model's first argument, or its `input_ids`. Padding does not count: positions where an
     `attention_mask` of the same shape is 0.

@@ -108,8 +108,8 @@ class Ranks:
 
 @contextmanager
 def _raising_loop_error() -> Iterator[None]:
-    """Convert a RuntimeError of torch.distributed within the context into a LoopError that says that another process
-    cannot be reached."""
+    """Convert a RuntimeError of torch.distributed inside the `with` block into a LoopError, which says that another
+    process cannot be reached."""
     try:
         yield
     except RuntimeError as error:

@@ -23,7 +23,8 @@ logger = logging.getLogger(__name__)
 
 
 class RunsText:
-    """The text of a run, opened when a batch or an evaluation first needs it."""
+    """Opens the text of a run when a batch or an evaluation first needs it, and evaluates theta on the held-out
+    part."""
 
     def __init__(self, folders: Sequence[Path], evaluates: bool) -> None:
         """Create the text without opening it. `folders` replace the run's local sources. With `evaluates`, the loop
