@@ -1,4 +1,5 @@
-"""The encoding of pseudo-gradients as payloads: blocks of bytes, the rounding of values, and error feedback."""
+"""The encoding of pseudo-gradients as payloads, with the rounding of values and error feedback. A payload consists of
+blocks of bytes."""
 
 from __future__ import annotations
 

@@ -407,7 +407,7 @@ class ModelReplica:
             if self._loss_scale is not None:
                 torch._foreach_mul_(gradients, 1 / self._loss_scale.factor)
             own_norm = torch.nn.utils.get_total_norm(gradients)
-            # other replicas have the same gradients, so only the first one counts
+            # Other replicas have the same gradients, so only the first replica's count.
             own_square = own_norm.double().square() if self._team.is_in_first_replica else 0.0
             numbers = self._team.sums_on_device([own_loss, own_square, stop_wanted()])
             total_norm = numbers[1].sqrt_()
@@ -492,8 +492,8 @@ class ModelReplica:
 
     @contextmanager
     def _as_tried(self, is_tried: bool) -> Iterator[None]:
-        """Let the model compute inside the `with` block as it did in the trial, if the trial had this number of windows
-        (`is_tried`); otherwise uncompiled.
+        """Let the model compute inside the `with` block with compiled blocks and the chosen attention if a trial had
+        this number of windows (`is_tried`), otherwise uncompiled.
 
         The last batch of a lease may have any number of windows, and nothing should be compiled in the middle of
         training.

@@ -105,8 +105,8 @@ def steps_without_waiting(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def step_if(optimizer: Any, is_wanted: torch.Tensor) -> None:
-    """Take an optimizer step that changes nothing if `is_wanted`, a bool tensor on the device, is false. The host does
-    not wait for the tensor's value."""
+    """Take an optimizer step if `is_wanted`, a bool tensor on the device, is true; otherwise change nothing. The host
+    does not wait for the tensor's value."""
     optimizer.found_inf = (~is_wanted).float()  # torch's attribute; if it is 1, fused kernels write nothing
     optimizer.step()
     del optimizer.found_inf
@@ -119,8 +119,8 @@ def check_inner_optimizer(section: InnerOptimizerSection, kept: OptimizerState =
 
 
 def _groups(parameters: Sequence[torch.nn.Parameter], weight_decay: float, vectors_decay: bool = False) -> Groups:
-    """Return two parameter groups: parameters with two or more dimensions, with weight decay, and vectors, which have
-    weight decay if `vectors_decay`."""
+    """Return two parameter groups. Parameters with two or more dimensions have weight decay; vectors have weight decay
+    only if `vectors_decay`."""
     return [
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": weight_decay},
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": weight_decay * vectors_decay},
@@ -195,7 +195,6 @@ def _optimizer_class(name: str) -> Callable[..., torch.optim.Optimizer]:
 
 
 def _fits(value: Any, default: Any) -> bool:
-    """Return True if a value from run.toml has the type of an option's default value."""
     if isinstance(default, bool):
         return isinstance(value, bool)
     if isinstance(default, tuple):
@@ -278,7 +277,7 @@ class _Packed(NamedTuple):
 
 
 def _powers_of_two(count: int) -> Iterator[int]:
-    """Yield powers of two, then a rest of less than a memory page. They are numbers of values, and add up to `count`.
+    """Yield numbers of values that add up to `count`: powers of two, then a rest of less than a memory page.
 
     Torch rounds pinned memory of other sizes up to a power of two, which could take up to twice as much.
     """
@@ -406,8 +405,7 @@ def read_state(
     shards: Shards,
     metadata: dict[str, str],
 ) -> Mapping[str, str]:
-    """Load an optimizer's state from a file, if the file's metadata include `metadata`. Return the file's whole
-    metadata.
+    """Load an optimizer's state from a file, whose metadata must include `metadata`. Return all metadata of the file.
 
     Raises: SnapshotError, without a change, when the file is of another optimizer or model; OSError.
     """

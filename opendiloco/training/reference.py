@@ -205,7 +205,7 @@ class StreamingDiLoCo:
                 member.bring(fragment)
             if present:
                 self.synchronise(fragment, present)
-            # members with work of age > 0 did not wait for this step, so they get the theta before it
+            # Members with work of age > 0 did not wait for this step, so they get the theta before it.
             for member in present:
                 member.get_back(part, before if member.work.age else self.state.theta[part])
         return self.end(present)
@@ -245,7 +245,7 @@ class StreamingDiLoCo:
         self._take_outer_step(fragment, average)
 
     def _contribution(self, fragment: int, member: Participant) -> Vector:
-        """Return a member's pseudo-gradient of a fragment, with error feedback, as the others decode it."""
+        """Return a member's pseudo-gradient of a fragment, with error feedback, as other members decode it."""
         part, format = self.state.fragments[fragment], member.work.format(fragment)
         local = np.empty_like(self.state.theta)
         member.cycles.store(local, fragment)
@@ -415,7 +415,7 @@ class Codec(NamedTuple):
 
 
 def run_codec(format: kernels.Format, rounding: kernels.Rounding) -> Codec:
-    """Return the codec that encodes values as a run's payloads, in this format and with this rounding."""
+    """Return the codec that encodes values like a run's payloads, in this format and with this rounding."""
 
     def encode(values: Vector) -> kernels.Payload:
         payload = kernels.Payload(format, values.size)

@@ -28,7 +28,7 @@ _ENDED = object()
 
 
 class Cycles:
-    """Orders one replica's inner steps, stores and merges in each cycle, by Algorithm 2 of arXiv 2501.18512.
+    """Decides when one replica takes inner steps, stores fragments and merges them, by Algorithm 2 of arXiv 2501.18512.
 
     The worker process and the one-process reference both use this class, so that they do the same at the same step.
 
@@ -54,7 +54,8 @@ class Cycles:
         fragments: int,
         streaming: StreamingSection,
     ) -> None:
-        """Create the sequence, before its first inner step. `store` and `merge` are methods of a `ModelReplica`."""
+        """Create the object before the replica's first inner step. `store` and `merge` are methods of a
+        `ModelReplica`."""
         self._store_weights, self._merge_theta = store, merge
         self._fragments = fragments
         self._alpha = streaming.mixing
@@ -117,8 +118,8 @@ class Cycles:
 
 
 class FragmentWork:
-    """Encodes one fragment's pseudo-gradient in the peer process, and records the fragment's outcome. The *base* is the
-    theta from which the pseudo-gradient is computed.
+    """Encodes one fragment's pseudo-gradient in the peer process, and records if an outer step changes the fragment.
+    The *base* is the theta from which the pseudo-gradient is computed.
 
     The base is usually the present theta. A copy is made only when an outer step is taken before the work is encoded,
     which is one that others have made without this peer. In a run that streams, the base is kept after encoding
@@ -162,7 +163,7 @@ class FragmentWork:
         if from_theta:
             self.begin()
         self.is_read = False  # True once this peer's contribution is encoded
-        self.is_encoded = False  # True once a store is complete; a store by replaced workers is not encoded again
+        self.is_encoded = False  # True after the first store; stores by replacements of lost workers are not encoded
         self.is_changed: bool | None = None  # True: an outer step has changed the fragment; None: undecided
         self.begin_again()
 

@@ -49,7 +49,7 @@ def choose_device(wanted: str) -> torch.device:
         wanted = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         device = torch.device(wanted)
-        # run a kernel, because on an unsupported GPU an allocation alone works
+        # Run a kernel, because on an unsupported GPU an allocation alone works.
         torch.zeros(1, device=device).add_(1).item()
         if device.index is not None:
             torch.cuda.set_device(device)  # the GPU of tensors that are created without a device

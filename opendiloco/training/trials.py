@@ -1,5 +1,5 @@
-"""Trials before training, so that training does not fail: of compiled blocks, of attention, and of the micro-batch's
-size.
+"""Trials of compiled blocks, of attention and of the micro-batch's size. They run before training, so that training
+does not fail.
 
 Workers that share a model wait for each other at each of its blocks. If a trial fails on one worker, that worker must
 therefore not leave the pass. It continues from the same block without the tried feature, and all workers compare their
