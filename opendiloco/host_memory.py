@@ -105,7 +105,8 @@ class HostMemory:
 
     @property
     def most(self) -> int:
-        """The most bytes that a volunteer needs in training, rounds or catching up, while it also serves a snapshot."""
+        """The most bytes that a volunteer needs in training, rounds or catching up, together with its snapshot for
+        joiners."""
         return self.late + self.snapshot
 
     @property

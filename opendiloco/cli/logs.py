@@ -28,7 +28,7 @@ ORDINARY = frozenset({"opendiloco.storage.checkpointer", "opendiloco.workers.tel
 """Modules that log in each outer step, which may be short."""
 ORDINARY_SECONDS = 60.0  # least seconds between two messages of one line of code in an ORDINARY module
 OF_STRANGERS = "peers.network"
-WARNINGS_AT_ONCE, WARNINGS_PER_SECOND = 30.0, 0.2  # most messages from one line of code: at once, then in each second
+WARNINGS_AT_ONCE, WARNINGS_PER_SECOND = 30.0, 0.2  # messages of one line of code: most at once, and most a second
 
 
 def _is_no_disconnect(record: logging.LogRecord) -> bool:

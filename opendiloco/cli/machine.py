@@ -105,7 +105,8 @@ def doctor(settings: JoinSettings, trial: bool, is_json: bool) -> None:
 
     refuse_torchrun(os.environ)
     invite = parse_run(settings.run, settings.initial_peers, settings.state) if settings.run else None
-    is_named = is_typed(click.get_current_context(), "identity")  # if not, a volunteer may be using the default key
+    # If --identity is not typed, a new key is used, because a volunteer may be using this machine's own.
+    is_named = is_typed(click.get_current_context(), "identity")
     console = Console()
     is_live = console.is_terminal and not is_json
     with (

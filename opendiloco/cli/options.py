@@ -258,7 +258,7 @@ def open_dashboard(address: str | None) -> socket.socket | None:
 
 @contextmanager
 def reader(path: Path | None) -> Iterator[Identity]:
-    """Yield the key with which to read a run: from the file `path`, or else a new key. Raises: LocalNetworkError."""
+    """Yield the key with which to read a run: the one in the file `path`, or a new one. Raises: LocalNetworkError."""
     from opendiloco.volunteer.identity import hold_identity
     from peers.values.identity import Identity
 

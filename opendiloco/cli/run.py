@@ -647,8 +647,8 @@ def _with_weights(
 
 
 def _rise(view: RunView, amendment: Amendment) -> str:
-    """Return a warning if an amendment raises the inner learning rate, as a second decay may do; or else an empty
-    text."""
+    """Return a warning if an amendment raises the inner learning rate, as a second decay may do; otherwise return an
+    empty text."""
     from opendiloco.config.overrides import Overrides
     from opendiloco.training.outer import inner_learning_rate_factor
 

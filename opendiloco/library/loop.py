@@ -335,8 +335,8 @@ class DiLoCo:
     # All processes call the following methods together. Only the first process has an `_outer_step` and flat vectors.
 
     def _begin_outer_step(self) -> None:
-        """Wait for the swarm's next outer step, evaluate theta if the swarm asks for a loss, and load the weights that
-        the step begins with, unless the loop continues from its present weights."""
+        """Wait for the swarm's next outer step, and evaluate theta if the swarm asks for a loss. Then load the weights
+        that the step begins with, unless the loop continues from its present weights."""
         while True:
             self._work, goes_on, planned, over_after = self._ranks.from_first(self._next_outer_step)
             self._tokens.take()  # discards tokens counted before this outer step
@@ -420,8 +420,8 @@ class DiLoCo:
         return storing.enter_context(self._worker.storing(self._outer_step, fragment, claim))
 
     def _check_finite(self, fragment: int) -> None:
-        """Raise LoopError if a fragment's stored weights hold NaN or infinity, which cannot be averaged, before they
-        are published."""
+        """Raise LoopError if a fragment's stored weights hold NaN or infinity, because such weights must not be
+        averaged."""
         if not np.isfinite(self._worker.vectors.local[self._worker.fragments[fragment]]).all():
             raise LoopError(
                 f"the model's weights hold NaN or infinity in inner step {self.inner_step} of outer step "

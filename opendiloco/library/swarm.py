@@ -325,7 +325,7 @@ class SwarmThread(threading.Thread):
         is_abandoned: Callable[[], bool],
         folders: Sequence[Path] = (),
     ) -> None:
-        """Create the thread. The arguments are those of `DiLoCo`, and its parsed invite."""
+        """Create the thread. The arguments are those of `DiLoCo`, with its `run` parsed as an invite."""
         super().__init__(name="diloco-peer", daemon=True)
         self._invite = invite
         self._ticket = None if ticket is None else read_ticket(ticket)

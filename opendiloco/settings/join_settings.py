@@ -74,7 +74,7 @@ class Setting:
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """The words that the setting allows; an empty tuple for a setting that is no choice of words."""
+        """The words that the setting allows, or an empty tuple if the setting is no choice of words."""
         return get_args(self.kind) if get_origin(self.kind) is Literal else ()
 
     @property

@@ -135,7 +135,7 @@ class PeerGroup:
 
     @property
     def rate(self) -> float:
-        """The bits of data a second that a peer's link carries in each direction, both at the same time."""
+        """The bits of data a second that a peer's link carries in each direction while both directions are in use."""
         return LINK_SHARE * min(self.up, self.down)
 
     @property
@@ -160,7 +160,7 @@ class _Round:
 
     @property
     def lag(self) -> float:
-        """The seconds of the round besides its transfer. During them the link is free for the next round."""
+        """The seconds of a round apart from its transfer, in which the link is free for the next round."""
         return self.arithmetic + self.delays
 
     @property

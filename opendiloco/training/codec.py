@@ -132,8 +132,6 @@ class BlockCodec:
         return average.buffer
 
     def _payload(self, blocks: Blocks, first_block: int, format: int = 0) -> Payload:
-        """Return a Payload of `blocks`, which begin with number `first_block`. Their length gives the number of values,
-        if the blocks are whole."""
         kind = self.formats[format]
         whole = -(-len(blocks) // kind.block_bytes) * kind.block_values
         return Payload(kind, min(whole, max(0, self.values - first_block * BLOCK_VALUES)), blocks)

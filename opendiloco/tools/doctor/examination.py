@@ -316,8 +316,8 @@ class Examination:
         return self._findings
 
     def _skip_until(self, end: str | None, why: str) -> None:
-        """Report each check before the check `end` that has no finding yet as skipped, with the reason `why`. If `end`
-        is None, report all checks that have no finding."""
+        """Report the checks before the check `end` (None: all checks) that have no finding yet as skipped, with the
+        reason `why`."""
         for name in CHECKS:
             if name == end:
                 break
@@ -349,7 +349,7 @@ class Examination:
             async with connected(self._key, self._addresses, listen, settings.announce, links=links) as transport:
                 await self._examine_swarm(transport)
         except DilocoPeerError as lost:
-            if self._is_reported("bootstrap") or isinstance(lost, ManifestError):  # or an address is invalid
+            if self._is_reported("bootstrap") or isinstance(lost, ManifestError):  # ManifestError: an invalid address
                 raise
             self._report(check_bootstrap(self._nodes, lost))
             self._skip_until("memory", "the swarm is out of reach")
@@ -381,7 +381,7 @@ class Examination:
             self._report(failed_with("run", error))
             return None
         folder = None if self._ticket else RunFolder.at(run.run_id, self._key.peer_id, self._settings.state)
-        try:  # like `join`, with the given ticket, or else with a stored one
+        try:  # enter as `join` does, with the given ticket, or else with a stored one
             entered = await enter(transport, run, self._key, self._addresses, folder, self._ticket)
             found = "the run is open to all" if entered is None else "the run accepts the ticket"
             admission = passed("admission", found)

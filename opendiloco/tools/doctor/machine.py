@@ -95,7 +95,7 @@ def _check_python() -> Finding:
 
 
 def _check_torch(torch: Torch | None, cards: Cards, optimizer_state: OptimizerState = "device") -> Finding:
-    """Check that torch is installed and, on a machine with GPUs, built for GPUs; and that torchao is installed if
+    """Check that torch is installed and, on a machine with GPUs, built for GPUs. Check that torchao is installed if
     `optimizer_state` needs it."""
     if torch is None:
         return failed("torch", "torch is not installed", "Install it into this environment: pip install torch")
@@ -204,7 +204,7 @@ def _check_power(gpus: Sequence[GpuState]) -> Finding:
 
 
 def check_kernels() -> Finding:
-    """Compare the C kernels' results with the reference, and measure their speed, in about two seconds."""
+    """Compare the results of the C kernels' instruction sets, and measure the kernels' speed, in about two seconds."""
     try:
         from opendiloco import kernels
 

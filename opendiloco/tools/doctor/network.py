@@ -241,8 +241,8 @@ async def with_clock(transport: HivemindTransport, node: Node) -> Node:
 
 
 async def _dialled_back(transport: HivemindTransport, addresses: Sequence[str]) -> list[_DialledBack]:
-    """Ask bootstrap nodes to dial this machine's data ports, and return their views of this machine. Wait up to
-    `MAPPING_SECONDS` for the router to open a port."""
+    """Ask bootstrap nodes to dial this machine's data ports, and return their answers. Wait up to `MAPPING_SECONDS` for
+    the router to open a port."""
     places = [place for address in addresses[:ASKED_NODES] if (place := await _data_place(transport, address))]
     waits = is_behind_nat() and not all(map(is_loopback, map(host_of, addresses)))
     end = time.monotonic() + (MAPPING_SECONDS if waits else 0.0)
