@@ -54,7 +54,7 @@ class Run:
         return cls(manifest, RunConfig.from_manifest_content(manifest.values))
 
     def with_data(self, folders: Sequence[Path] = ()) -> Run:
-        """Return the run with a volunteer's `folders` in place of its local data sources. Raises: see `volunteered`."""
+        """Return the run with a volunteer's `folders` in place of its local data sources. Raises: DataError."""
         data, sources = self.config.data, self.config.data.all_sources
         own = [source for source in sources if is_local(source.source)] or sources
         # Only a digest can show that a volunteer's folder contains the run's text.

@@ -279,7 +279,6 @@ def _deliver(made: Path, plan: _FollowPlan) -> str | None:
 
 # Output ---------------------------------------------------------------------------------------------------------------
 def _show(as_json: bool, index: int, text: str, event: str, **values: object) -> None:
-    """Print an event at an outer step, as a line of text or as a JSON object."""
     click.echo(json.dumps({"event": event, "outer_step": index} | values) if as_json else f"outer step {index}{text}")
 
 

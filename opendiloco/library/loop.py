@@ -215,7 +215,6 @@ class DiLoCo:
         return joined.run, joined.worker.layout
 
     def _entered(self) -> Run:
-        """Return the run that this peer has joined. Raises: LoopError outside of the `with` block."""
         if not hasattr(self, "run"):
             raise LoopError("DiLoCo has not joined its run.", "Use it in a with block: `with DiLoCo(…) as diloco:`.")
         return self.run

@@ -256,7 +256,6 @@ class Plan:
 
     @property
     def count(self) -> int:
-        """The number of peers."""
         return sum(peer.count for peer in self.peers)
 
     @property

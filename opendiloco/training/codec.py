@@ -207,8 +207,8 @@ class Residual:
     """Keeps the quantization errors of this peer's payloads, which are added to later pseudo-gradients before encoding
     (error feedback, arXiv 1901.09847).
 
-    A share of a payload's error is added to the next pseudo-gradient before it is encoded. When an outer step is taken
-    without this peer's payload, it is unknown how much of the error still matters, so the residual is reset.
+    When an outer step is taken without this peer's payload, it is unknown how much of the error still matters, so the
+    residual is reset.
 
     A sparse average leaves out most values of its members' payloads, and reducers keep no residuals. Each member takes
     back its own values where the average has none, so that all members together take back everything that was left out.

@@ -329,8 +329,8 @@ class ModelReplica:
     def recall_moments(self, path: Path, run: str) -> None:
         """Load the inner optimizer's state from a file that `keep_moments` wrote. All workers must call this together.
 
-        If another worker cannot read it, this worker begins anew, too, because moments of different times do not fit
-        together.
+        If another worker cannot read the file, this worker begins with fresh moments, too, because moments of different
+        times do not fit together.
 
         Raises: SnapshotError, without a change, when the file does not fit; OSError.
         """
@@ -348,8 +348,6 @@ class ModelReplica:
             self._warmed_up = self._kept_at = None
 
     def _kept_by(self, run: str) -> dict[str, str]:
-        """Return the metadata that a file must have for its moments to be loaded: the run's id and optimizer
-        settings."""
         return {"run": run, "optimizer": self._config.inner_optimizer.model_dump_json()}
 
     def inner_steps(

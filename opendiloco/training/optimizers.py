@@ -119,8 +119,6 @@ def check_inner_optimizer(section: InnerOptimizerSection, kept: OptimizerState =
 
 
 def _groups(parameters: Sequence[torch.nn.Parameter], weight_decay: float, vectors_decay: bool = False) -> Groups:
-    """Return two parameter groups. Parameters with two or more dimensions have weight decay; vectors have weight decay
-    only if `vectors_decay`."""
     return [
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": weight_decay},
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": weight_decay * vectors_decay},
@@ -211,7 +209,6 @@ class _JointOptimizer(torch.optim.Optimizer):
         self._share()
 
     def step(self, closure: Any = None) -> Any:
-        """Take one step of each optimizer. `closure` is not called."""
         for part in self.parts:
             part.step()
 
@@ -444,7 +441,6 @@ class _StateTensors(Mapping[str, torch.Tensor]):
     access, to save memory."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, parameters: Mapping[str, torch.Tensor]) -> None:
-        """Create the mapping. Raises: SnapshotError when a file cannot hold one of the state's tensors."""
         self._parameters = parameters
         self._values: dict[str, torch.Tensor | _Packed] = {}
         for name, parameter in parameters.items():

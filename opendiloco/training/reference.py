@@ -195,7 +195,7 @@ class StreamingDiLoCo:
     def outer_step(self, roster: Sequence[Work]) -> bytes:
         """Take one outer step with the work of a roster. Return the state digest, which depends on the roster's order.
 
-        Raises: IndexError for work that is older than any that counts.
+        Raises: IndexError for work older than `rounds.staleness` outer steps.
         """
         members = self.begin(roster)
         for fragment, part in enumerate(self.state.fragments):
@@ -381,7 +381,7 @@ class Codec(NamedTuple):
     of the same shape.
 
     If `encodes_average`, the average is encoded, too, as in a run. If the codec `is_sparse`, an average has zeros for
-    the values that it leaves out. With error feedback, members take back what they sent of those (see `Residual`).
+    the values that it leaves out. With error feedback, members add what they sent of these values to their errors.
     """
 
     encode: Callable[[Vector], Any]

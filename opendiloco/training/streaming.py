@@ -54,8 +54,7 @@ class Cycles:
         fragments: int,
         streaming: StreamingSection,
     ) -> None:
-        """Create the object before the replica's first inner step. `store` and `merge` are methods of a
-        `ModelReplica`."""
+        """Create the object. `store` and `merge` are methods of a `ModelReplica`."""
         self._store_weights, self._merge_theta = store, merge
         self._fragments = fragments
         self._alpha = streaming.mixing

@@ -146,8 +146,7 @@ def attending_by(model: Any, attention: str | None) -> Iterator[None]:
 
 
 def _trial_windows(replica: ModelReplica, device: torch.device) -> list[torch.Tensor]:
-    """Return one batch of token ids for each size in the replica's `tried_sizes`. All workers get the same number of
-    batches."""
+    """Return one batch of token ids for each size in the replica's `tried_sizes`."""
     ids = torch.arange(replica.window_length, device=device).remainder(replica.model.config.vocab_size)
     return [ids.repeat(windows, 1) for windows in replica.tried_sizes]
 

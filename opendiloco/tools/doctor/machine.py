@@ -286,7 +286,6 @@ def _gpus_in_use(torch: Torch | None, options: WorkerOptions) -> int:
 
 
 def _cards_for(options: WorkerOptions) -> Cards:
-    """Return the GPUs found on the machine's buses; none if the owner has chosen the CPU."""
     return Cards() if options.device == "cpu" else read_cards()
 
 
