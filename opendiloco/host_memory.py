@@ -64,7 +64,7 @@ class HostMemory:
 
     @property
     def vectors(self) -> int:
-        """The bytes of theta, local and the momentum; with error feedback also of the residual."""
+        """The bytes of theta, the workers' weights and the momentum, and with error feedback also of the residual."""
         return self.shared + (1 + self.has_error_feedback) * VALUE_BYTES * self.values
 
     @property
@@ -78,7 +78,8 @@ class HostMemory:
 
     @property
     def snapshot(self) -> int:
-        """The bytes of the frozen state that joiners may fetch; 0 if the state is large and so stored in a file."""
+        """The bytes of the frozen state that joiners may fetch, or 0 if the state is so large that it is stored in a
+        file."""
         size = STATE_BYTES * self.values
         return 0 if size > IN_MEMORY else size
 

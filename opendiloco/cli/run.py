@@ -631,7 +631,7 @@ def _weight(text: str) -> tuple[str, float]:
 def _with_weights(
     data: DataSection, before: tuple[float, ...] | None, changes: Iterable[tuple[str, float]]
 ) -> tuple[float, ...]:
-    """Return the weights of a run's sources, in the sources' order, after these changes. Raises: ManifestError."""
+    """Return the weights of a run's sources, in the sources' order, after `changes`. Raises: ManifestError."""
     weights = list(data.weights if before is None else before)
     names = [source.source for source in data.all_sources]
     for named, weight in changes:

@@ -248,7 +248,7 @@ class DiLoCo:
     @property
     def learning_rate_factor(self) -> float:
         """The factor by which the loop must multiply its inner learning rate in the next inner step, from the run's
-        schedule and amendments; 0 when the run is over."""
+        schedule and amendments. It is 0 when the run is over."""
         run = self._entered()
         if (work := self._work) is None:
             return 0.0
@@ -268,8 +268,8 @@ class DiLoCo:
             self._worker.telemetry.track_with(opened, configuration)
 
     def report(self, loss: torch.Tensor | float, tokens: int | None = None) -> None:
-        """Record the loss of the present inner step, which other peers see. `tokens` is the number of tokens that this
-        process trained in that step; give it if the model's calls do not receive the token ids."""
+        """Record the loss of the present inner step, which is shown to other peers. `tokens` is the number of tokens
+        that this process trained in that step; give it if the model's calls do not receive the token ids."""
         self._entered()
         value = float(loss.detach() if isinstance(loss, torch.Tensor) else loss)
         self._loss = value if math.isfinite(value) else None

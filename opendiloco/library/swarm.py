@@ -218,7 +218,7 @@ class LoopWorker:
                 self._decided.notify_all()
 
     async def held_out(self, section: EvaluationSection) -> HeldOut | None:
-        """Return theta's held-out loss, measured by the training thread; None if the loop cannot evaluate."""
+        """Return theta's held-out loss, which the training thread measures, or None if the loop cannot evaluate."""
         result: Future[HeldOut | None] = Future()
         self._outer_steps.put(result)
         return await asyncio.wrap_future(result)

@@ -328,7 +328,7 @@ async def _train_and_export(swarm: _Swarm, transport: HivemindTransport) -> Demo
 
 
 async def _train(swarm: _Swarm, transport: HivemindTransport) -> None:
-    """Watch the training until the demo's time is up or the run is over; halfway, kill a volunteer and start
+    """Watch the training until the demo's time is up or the run is over. Halfway, kill a volunteer and start
     another."""
     seconds = swarm.screen.seconds - WRAP_UP_SECONDS
     total = swarm.run.config.total_outer_steps

@@ -512,7 +512,7 @@ def _taken_after(plan: Plan, steps: int, overlap: int) -> Sequence[int]:
 
 
 def _cycles(plan: Plan, peer: PeerGroup, seconds: float) -> int:
-    """Return the number of cycles, each of `seconds`, from one log entry with a peer's work to the next; 0 if the
+    """Return the number of cycles, each of `seconds`, from one log entry with a peer's work to the next, or 0 if the
     peer's lease ends before its work can count."""
     trained = plan.training_seconds(peer)
     cycles = 1 if trained <= plan.closes_after else math.ceil(trained / seconds)

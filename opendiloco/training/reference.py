@@ -167,7 +167,8 @@ class StreamingDiLoCo:
         outer_optimizer: OuterOptimizer | None = None,
         codec: Codec | None = None,
     ) -> None:
-        """Create a run at its start. Outer steps change `theta` in place; it must have zeros in the layout's padding.
+        """Create a run at its start. `theta`, which outer steps change in place, must have zeros in the layout's
+        padding.
 
         A given outer optimizer replaces `config.outer_optimizer` and amendments. A given codec replaces `config.codec`
         except for its error feedback.

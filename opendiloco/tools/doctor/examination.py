@@ -427,7 +427,7 @@ class Examination:
         self._report(_check_round(plan, is_supposed=not others, is_measured=bool(speed.steps), monthly=limits))
 
     def _gpus(self, torch: Torch | None) -> tuple[Gpu, ...]:
-        """Return the GPUs on which `join` would train; empty if it would train on the CPU. Raises: MachineError."""
+        """Return the GPUs on which `join` would train, or none if it would train on the CPU. Raises: MachineError."""
         present = (torch.gpus if torch else None) or ()
         devices = choose_devices(self._settings.workers, len(present))
         if devices[0] == "cpu":

@@ -231,7 +231,7 @@ async def answering_nodes(addresses: Sequence[str]) -> list[Node]:
 
 
 async def with_clock(transport: HivemindTransport, node: Node) -> Node:
-    """Return the node with its measured round-trip time and clock; unchanged if it does not answer."""
+    """Return the node with its measured round-trip time and clock, or unchanged if it does not answer."""
     measured = []
     with suppress(PeerUnreachableError):
         for _ in range(CLOCK_TRIES if node.answers else 0):
