@@ -78,8 +78,7 @@ class HostMemory:
 
     @property
     def snapshot(self) -> int:
-        """The bytes of the frozen state that joiners may fetch, or 0 if the state is so large that it is stored in a
-        file."""
+        """The bytes of the frozen state for joiners, or 0 if the state is so large that it is stored in a file."""
         size = STATE_BYTES * self.values
         return 0 if size > IN_MEMORY else size
 
