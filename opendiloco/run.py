@@ -34,7 +34,6 @@ class Run:
     """True if this machine trains on the text that the manifest defines. A digest shows it if volunteers choose."""
 
     def __post_init__(self) -> None:
-        """Check that the manifest of a run with several fragments states their sizes. Raises: ManifestError."""
         streaming = self.config.streaming
         if streaming.layers_per_fragment is not None and streaming.sizes is None:
             raise ManifestError(

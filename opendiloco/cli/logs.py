@@ -73,8 +73,7 @@ class _LogPlace:
     outer_step: Callable[[], int | None] = field(default=lambda: None)
 
     def fill(self, record: logging.LogRecord) -> bool:
-        """Add the run, the peer and the outer step to a log record. Return True, since this log filter drops no
-        record."""
+        """Add the run, the peer and the outer step to a log record. Return True, because no record is dropped."""
         step = self.outer_step()
         known = {"run": self.run, "peer": self.peer, "outer_step": step}
         record.known = {name: value for name, value in known.items() if value is not None}

@@ -208,7 +208,6 @@ class DiLoCo:
             self._until_leaving.close()
 
     def _join(self) -> tuple[Run, Layout]:
-        """Join the run. Return the run, and the layout of the caller's model in the run's flat vectors."""
         BEFORE_EXIT(_leave_before_exit, weakref.ref(self._swarm))
         self._swarm.start()
         joined = self._swarm.joined.result()
@@ -321,7 +320,6 @@ class DiLoCo:
         self._text.open(run, self._worker, ahead.tokenize)
 
     def _next_windows(self) -> torch.Tensor:
-        """Return the windows of the run's text for the next inner step."""
         assert self._text.opened is not None
         assert self._work is not None
         samples, size = self._text.opened.samples, self.run.config.training.batch_size

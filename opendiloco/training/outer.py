@@ -157,8 +157,7 @@ class LocalState:
     """
 
     def __init__(self, theta: Vector, config: RunConfig, fragments: Sequence[slice] | None = None) -> None:
-        """Create the state with a momentum of zeros. Outer steps change `theta` in place. `fragments` has each
-        fragment's slice of theta; by default all of theta is one fragment."""
+        """Create the state. `theta` and `fragments` are as in `OuterState`; outer steps change `theta` in place."""
         self.outer = OuterState(theta, config.outer_optimizer, fragments)
         self._config = config
         self.fragments = [BlockCodec.of(config.codec, part.stop - part.start) for part in self.outer.fragments]
