@@ -105,7 +105,7 @@ def doctor(settings: JoinSettings, trial: bool, is_json: bool) -> None:
 
     refuse_torchrun(os.environ)
     invite = parse_run(settings.run, settings.initial_peers, settings.state) if settings.run else None
-    # If --identity is not typed, a new key is used, because a volunteer may be using this machine's own.
+    # If --identity is not typed, a new key is used, because a volunteer may be using this machine's own key.
     is_named = is_typed(click.get_current_context(), "identity")
     console = Console()
     is_live = console.is_terminal and not is_json

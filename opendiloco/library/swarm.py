@@ -93,7 +93,7 @@ class OuterStep:
 
     def step_taken(self, tokens: int, loss: float | None, batch_tokens: int) -> None:
         """Record an inner step that trained `tokens` tokens, and report the progress to the swarm, which predicts the
-        end of the lease from the speed. For the speed, an inner step counts at most `batch_tokens` tokens on
+        end of the lease from the speed. The speed counts at most `batch_tokens` tokens for an inner step, on
         average."""
         self.steps_done += 1
         self._tokens_done += tokens

@@ -42,7 +42,7 @@ class RunsText:
         return self.opened
 
     def evaluate(self, run: Run, worker: LoopWorker, replica: LoopReplica) -> HeldOut | None:
-        """Return theta's loss on the run's held-out text; None if this loop does not evaluate, or if the evaluation
+        """Return theta's loss on the run's held-out text, or None if this loop does not evaluate or the evaluation
         fails. The first evaluation opens the text."""
         if not self.evaluates or replica.rounds:
             return None

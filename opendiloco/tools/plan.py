@@ -282,8 +282,8 @@ class Plan:
         )
 
     def own_steps(self, peer: PeerGroup) -> int:
-        """Return the number of inner steps in a peer's lease. They take the peer as long as a whole lease takes the
-        fastest peer, within the run's limits."""
+        """Return the number of inner steps in a peer's lease. The lease takes the peer as long as a whole lease takes
+        the fastest peer, within the run's limits."""
         fastest = min(each.step_seconds for each in self.peers)
         return self.pace.steps(self.tokens_per_step / peer.step_seconds, self.tokens_per_step / fastest)
 
@@ -436,7 +436,7 @@ class Forecast:
 
 def forecast(plan: Plan) -> Forecast:
     """Return the forecast of a run. At each cycle's end, peers wait for one another, but not for peers that are too
-    slow (`closes_after`). A slow peer's work counts in a later entry, if its lease lasts until then."""
+    slow (`closes_after`). A slow peer's work counts in a later entry, if its lease is still valid then."""
     kinds = plan.peers
     steps = [plan.own_steps(peer) for peer in kinds]
     waited_for = [peer for peer in kinds if plan.training_seconds(peer) <= plan.closes_after]

@@ -52,7 +52,7 @@ def choose_device(wanted: str) -> torch.device:
         # Run a kernel, because on an unsupported GPU an allocation alone works.
         torch.zeros(1, device=device).add_(1).item()
         if device.index is not None:
-            torch.cuda.set_device(device)  # the GPU of tensors that are created without a device
+            torch.cuda.set_device(device)  # tensors that are created without a device are on this GPU
     except (RuntimeError, AssertionError) as error:
         raise _cannot_be_used(wanted, first_line(error)) from error
     return device
