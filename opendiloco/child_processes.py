@@ -14,10 +14,11 @@ def module_command(module: str, *arguments: str) -> list[str]:
 
 
 def child_environment(**variables: str) -> dict[str, str]:
-    """Return the environment for a child process: that of this process with its import path, and `variables`."""
+    """Return the environment for a child process: this process's environment and import path, and `variables`."""
     return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))} | variables
 
 
 def last_line(output: str) -> str:
-    """Return the last line of a child process's output, which reports its result; an empty string without output."""
+    """Return the last line of a child process's output, which reports its result, or an empty string if there is no
+    output."""
     return output.strip().rpartition("\n")[2].strip()

@@ -1,4 +1,4 @@
-"""The exceptions of `opendiloco`, each with the exit code of a command that fails with it; and error texts."""
+"""The exceptions of `opendiloco`, with the exit codes of commands that fail with them, and two text functions."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from peers.errors import DilocoPeerError, ManifestError
 
 
 def first_line(error: Exception) -> str:
-    """Return an exception's first line with a final full stop; with the second line if the first ends in a colon."""
+    """Return the first line of an exception's text, and the second if the first ends in a colon, with a full stop at
+    the end."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     text = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
     return text if text.endswith((".", "!", "?")) else f"{text}."

@@ -1,4 +1,4 @@
-"""The turns of peers in evaluating theta, a different peer each time, so that all lose equal training time."""
+"""The turns of peers in evaluating theta. Each time another peer has its turn, so that all lose equal training time."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ class HeldOut(NamedTuple):
 
 
 def is_our_turn(me: str, log: LogState, section: EvaluationSection) -> bool:
-    """Return True if the peer `me` must evaluate theta at the end of `log`. All peers with this log agree on it."""
+    """Return True if the peer `me` must evaluate theta at the end of `log`. All peers with the same log choose the same
+    peer."""
     index, roster = log.position.index, log.roster
     if not section.every or not roster or index % section.every:
         return False

@@ -114,7 +114,8 @@ def first_sentence(message: object) -> str:
 
 # Detection -----------------------------------------------------------------------------------------------------------
 def read_cards(pci: Path = PCI, driver: Path = NVIDIA_DRIVER, devices: tuple[Path, ...] = DEVICE_FILES) -> Cards:
-    """Return this machine's NVIDIA GPUs, with model names if NVIDIA's driver lists them, else as found on the PCI bus.
+    """Return this machine's NVIDIA GPUs, with model names if NVIDIA's driver lists them, otherwise without names, as
+    the PCI bus shows them.
 
     If the owner hides the cards from all programs (CUDA_VISIBLE_DEVICES), return none.
     """

@@ -42,8 +42,8 @@ FETCHED_AT_ONCE = 1 << 27
 
 @dataclass(frozen=True)
 class HostMemory:
-    """The bytes of main memory that a peer needs for a model with `values` trained values: a volunteer, unless a
-    property names another role.
+    """The bytes of main memory that a peer needs for a model with `values` trained values. The peer is a volunteer,
+    unless a property names another role.
 
     Large snapshots, downloads and recorded payloads lie in the run's folder on a disk, so they are not counted.
     """
@@ -64,7 +64,7 @@ class HostMemory:
 
     @property
     def vectors(self) -> int:
-        """The bytes of theta, local and the momentum; with error feedback also of the residual."""
+        """The bytes of theta, the workers' weights and the momentum, and with error feedback also of the residual."""
         return self.shared + (1 + self.has_error_feedback) * VALUE_BYTES * self.values
 
     @property
@@ -78,7 +78,7 @@ class HostMemory:
 
     @property
     def snapshot(self) -> int:
-        """The bytes of the frozen state that joiners may fetch; 0 if the state is large and so stored in a file."""
+        """The bytes of the frozen state for joiners, or 0 if the state is so large that it is stored in a file."""
         size = STATE_BYTES * self.values
         return 0 if size > IN_MEMORY else size
 
@@ -99,13 +99,14 @@ class HostMemory:
 
     @property
     def late(self) -> int:
-        """The bytes while other peers average without this peer: `training`, a copy of its base theta, and received
-        ranges."""
+        """The bytes needed while other peers average without this peer: `training`, a copy of its base theta, and
+        received ranges."""
         return self.training + VALUE_BYTES * self.values + min(self.payload, FETCHED_AT_ONCE)
 
     @property
     def most(self) -> int:
-        """The most bytes that a volunteer needs in training, rounds or catching up, while it also serves a snapshot."""
+        """The most bytes that a volunteer needs in training, rounds or catching up, together with its snapshot for
+        joiners."""
         return self.late + self.snapshot
 
     @property
@@ -140,8 +141,8 @@ class HostMemory:
 
 
 def moments_bytes(values: int, kept: OptimizerState, is_on_host: bool = False) -> int:
-    """Return the bytes of AdamW's moments of `values` weights between two steps: those on the device, or those in main
-    memory if `is_on_host`."""
+    """Return the bytes that AdamW's moments of `values` weights need between two steps on the device, or, if
+    `is_on_host`, in main memory."""
     if kept == "8bit":
         return 0 if is_on_host else int(QUANTIZED_BYTES * values)
     return MOMENTS_BYTES * values * ((kept == "host") == is_on_host)
@@ -183,7 +184,7 @@ class WorkerMemory:
 
     @property
     def kept(self) -> int:
-        """The bytes of the weights, their gradients, and AdamW's two moments unless main memory has the moments."""
+        """The bytes of the weights, their gradients, and AdamW's two moments if the device keeps these."""
         return self.evaluating + VALUE_BYTES * self.trained + moments_bytes(self.trained, self.optimizer_state)
 
     @property
@@ -193,7 +194,8 @@ class WorkerMemory:
 
     @property
     def stepping(self) -> int:
-        """The temporary bytes of AdamW's step, with one parameter's moments unless the device keeps all in fp32."""
+        """The bytes that AdamW's step allocates temporarily. They include one parameter's moments, unless the device
+        keeps all moments in fp32."""
         step = 0 if self.is_fused else 2 * VALUE_BYTES * self.largest
         whole = 0 if self.optimizer_state == "device" else MOMENTS_BYTES * self.largest
         quantized = min(self.largest, QUANTIZED_AT_ONCE) if self.optimizer_state == "8bit" else 0
@@ -201,7 +203,7 @@ class WorkerMemory:
 
     @property
     def evaluating(self) -> int:
-        """The bytes needed in an evaluation: those of the weights."""
+        """The bytes of the weights, which are all that an evaluation needs."""
         return VALUE_BYTES * self.weights
 
     @property
@@ -209,7 +211,8 @@ class WorkerMemory:
         """The most bytes in training: `kept`, and the larger need of the forward and backward passes or AdamW's
         step."""
         whole = self.gathered + max(self.gathered, self.whole_gradients)
-        head = self.head * (VALUE_BYTES + 2 * (self.copied > 0))  # in bf16, plus the matrix itself or its gradient
+        # Training in bf16 also needs two bytes a value, for the head's matrix or its gradient.
+        head = self.head * (VALUE_BYTES + 2 * (self.copied > 0))
         passes = 2 * self.copied + VALUE_BYTES * whole + head + LOGIT_BYTES * self.logits
         passes = max(passes, 4 * self.copied + VALUE_BYTES * (self.embedding + 3 * self.tied))
         gaps = GAPS_BYTES * self.weights * max(0, self.gathering_on_cpu - 1)

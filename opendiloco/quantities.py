@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal, TypeAlias
 
 VALUE_BYTES = 4  # bytes of an fp32 value, the type of weights, moments and averages
-MEGABIT, GIGABYTE = 1e6 / 8, 1e9  # the bytes of a megabit and of a gigabyte
+MEGABIT, GIGABYTE = 1e6 / 8, 1e9  # bytes in a megabit and in a gigabyte
 SECONDS_A_DAY = 86_400  # seconds of a day without leap seconds
 FormatName: TypeAlias = Literal["int8", "uint4", "e2m1-block32", "e2m1", "e3m0", "fp16", "sparse"]
 """The name of a payload format (docs/codecs.md)."""

@@ -34,7 +34,6 @@ class Run:
     """True if this machine trains on the text that the manifest defines. A digest shows it if volunteers choose."""
 
     def __post_init__(self) -> None:
-        """Check that the manifest of a run with several fragments states their sizes. Raises: ManifestError."""
         streaming = self.config.streaming
         if streaming.layers_per_fragment is not None and streaming.sizes is None:
             raise ManifestError(
@@ -54,7 +53,7 @@ class Run:
         return cls(manifest, RunConfig.from_manifest_content(manifest.values))
 
     def with_data(self, folders: Sequence[Path] = ()) -> Run:
-        """Return the run with a volunteer's `folders` in place of its local data sources. Raises: see `volunteered`."""
+        """Return the run with a volunteer's `folders` in place of its local data sources. Raises: DataError."""
         data, sources = self.config.data, self.config.data.all_sources
         own = [source for source in sources if is_local(source.source)] or sources
         # Only a digest can show that a volunteer's folder contains the run's text.
@@ -108,8 +107,8 @@ class Run:
 
 
 def local_tables(config: RunConfig) -> dict[str, str]:
-    """Return the local paths in the tables `model` and `tokenizer`, by table. Each volunteer must name its own
-    files."""
+    """Return the local paths in the tables `model` and `tokenizer`, by the table's name. Each volunteer must name its
+    own files for them."""
     paths = {"model": config.model.path, "tokenizer": config.tokenizer.path}
     is_file = config.tokenizer.kind == "file"
     return {
@@ -133,8 +132,8 @@ def with_own_files(config: RunConfig, own: OwnFiles) -> RunConfig:
 
 
 async def find_run(network: HivemindTransport, run_id: str, remembered: SignedManifest | None = None) -> Run:
-    """Return the run `run_id`, by the remembered manifest or from the network. Raises: SwarmUnreachableError,
-    ManifestError."""
+    """Return the run `run_id`, from the remembered manifest if it is this run's, otherwise from the network. Raises:
+    SwarmUnreachableError, ManifestError."""
     if remembered is not None and remembered.run_id == run_id:
         network.learn(remembered)
         return Run.from_manifest(remembered)

@@ -82,8 +82,8 @@ _cap: tuple[int, int] | None = None
 
 
 def cap_memory(limit: int | None, family: int | None = None) -> None:
-    """Limit `available_memory` to `limit` bytes for the process `family` (default: this one) and its descendants
-    together.
+    """Limit `available_memory` to `limit` bytes for the process with the id `family` (default: this process) and its
+    descendants together.
 
     Memory that several of them share counts once. None removes the limit.
     """

@@ -21,8 +21,8 @@ WITH_A_COMPILER = frozenset({COMPILING, COMPILING_AGAIN, COMPILING_MORE, TRYING_
 """Stages in which PyTorch compiles. The compilers that it calls may hang."""
 NOT_COMPILING = "not compiling, which would be faster"
 NOT_COMPILING_THE_LOSS = "not compiling the loss, which would be faster"
-LOOK_SECONDS = 1.0  # seconds between two reports of the same stage's progress, at least
-QUIET_SECONDS = 10.0  # seconds between two log lines about the same stage, at least
+LOOK_SECONDS = 1.0  # least seconds between two reports of the same stage's progress
+QUIET_SECONDS = 10.0  # least seconds between two log lines about the same stage
 
 
 _watch: Watch = lambda stage, share: None  # noqa: E731
@@ -30,7 +30,7 @@ _watch: Watch = lambda stage, share: None  # noqa: E731
 
 @contextmanager
 def watched_by(watch: Watch) -> Iterator[None]:
-    """Call `watch` for each stage that any thread of this process reports, until the context ends."""
+    """Call `watch` for each stage that any thread of this process reports inside the `with` block."""
     global _watch
     before, _watch = _watch, watch
     try:

@@ -1,5 +1,5 @@
-"""The command `diloco-peer bootstrap`: a node with a fixed address, through which peers find each other and the runs
-that it remembers."""
+"""The command `diloco-peer bootstrap`, which runs a node with a fixed address. Peers find each other through the node,
+and the runs that it remembers."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ RELAY_MEGABITS = 100.0
 def _check_addresses(addresses: tuple[str, ...], needs_peer_id: bool = False) -> None:
     """Check the form of the multiaddrs that an option gives. Raises: ValueError for a malformed address."""
     if not addresses:
-        return  # no addresses: saves the import of hivemind, which takes seconds
+        return  # saves the import of hivemind, which takes seconds
     from peers.network.daemon import parse_addresses
 
     try:
@@ -177,7 +177,6 @@ def _are_here(addresses: tuple[str, ...]) -> bool:
 
 
 def _show_addresses(addresses: tuple[str, ...]) -> None:
-    """Print the bootstrap node's addresses, and the commands with which an organiser starts a run."""
     click.echo("\n".join(("This node can be reached at", *(f"  {address}" for address in addresses))))
     where = "this" if _are_here(addresses) else "any"
     click.echo(f"To start a run with it, type on {where} machine (the first command writes a small run.toml):")

@@ -1,4 +1,5 @@
-"""The commands `export`, which writes a run's model as a folder, and `sample`, which prints text of the model."""
+"""The commands `export`, which writes a run's model as a folder, and `sample`, which prints text that the model
+writes."""
 
 from __future__ import annotations
 
@@ -40,8 +41,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class _Place:
-    """The source of the model that `export` or `sample` reads: the peers of a run (`invite`) or a checkpoint
-    (`source`), with the user's own files.
+    """The source from which `export` or `sample` reads a model: the peers of a run (`invite`) or a checkpoint
+    (`source`). `own` names the user's own model and tokenizer.
 
     With `data` = None none of the run's text is read.
     """
@@ -56,7 +57,7 @@ class _Place:
 
     @asynccontextmanager
     async def state(self) -> AsyncIterator[tuple[Run, Past, LocalWorkload]]:
-        """Fetch or load the state; yield the run, its history, and a workload that holds the state. Raises:
+        """Fetch or load the state. Yield the run, the run's history, and a workload that holds the state. Raises:
         DilocoPeerError."""
         from opendiloco.volunteer.states import find_origin, newest_state, state_of
 
@@ -182,7 +183,8 @@ def _commands(place: _Place, run: Run, past: Past, dtype: Dtype) -> str:
 @click.option("--samples", type=click.IntRange(1, 1000), metavar="N", default=1, help="Write N samples.")
 @click.argument("prompt")
 def sample(tokens: int, temperature: float, seed: int, samples: int, prompt: str, **where: Any) -> None:
-    """Print text that a run's model writes after PROMPT. The model is that of the peers or of a checkpoint.
+    """Print text that a run's model writes after PROMPT. The model is fetched from the run's peers or loaded from a
+    checkpoint.
 
     On one machine the same state, prompt and seed give the same text.
     """

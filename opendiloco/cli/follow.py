@@ -225,8 +225,8 @@ async def _use_model(
     plan: _FollowPlan,
     folder: Path | None,
 ) -> float | None:
-    """Evaluate a state's model, print its held-out loss (nats per token) and return it; None if no text is read. With a
-    `folder`, also export the model."""
+    """Evaluate a state's model, and print and return its held-out loss in nats per token, or None if no text is read.
+    With a `folder`, also export the model."""
     import asyncio
 
     from opendiloco.evaluation_turns import bits_per_byte
@@ -254,8 +254,8 @@ async def _use_model(
 
 
 def _deliver(made: Path, plan: _FollowPlan) -> str | None:
-    """Move the folder `made` with a model to the plan's destinations, and log failures. Return the destinations reached
-    as text, or None."""
+    """Copy or move the model in the folder `made` to the plan's destinations, and log failures. Return the destinations
+    that have the model, as text, or None."""
     from opendiloco.storage.remote import push_folder, without_secrets
 
     places = []
@@ -279,7 +279,6 @@ def _deliver(made: Path, plan: _FollowPlan) -> str | None:
 
 # Output ---------------------------------------------------------------------------------------------------------------
 def _show(as_json: bool, index: int, text: str, event: str, **values: object) -> None:
-    """Print an event at an outer step, as a line of text or as a JSON object."""
     click.echo(json.dumps({"event": event, "outer_step": index} | values) if as_json else f"outer step {index}{text}")
 
 
@@ -304,8 +303,8 @@ def _show_reached(reached: Reached, as_json: bool) -> None:
 
 
 def _show_change(run: Run, reached: Reached, before: Amendment | None, as_json: bool) -> None:
-    """Print the run's values that an amendment changes after this outer step. `before` is the amendment in force until
-    then (None: the manifest's values)."""
+    """Print the run's values that change after the outer step `reached`, because another amendment is in force.
+    `before` is the amendment in force until then (None: the manifest's values)."""
     from opendiloco.view.amended import changed_values, changes_in_words, values_in_force
 
     amendment, config = reached.log.amendment, run.config

@@ -1,4 +1,4 @@
-"""The command group `diloco-peer`: loads each command from its module, and turns errors into one line and an exit
+"""The command group `diloco-peer`, which loads each command from its module, and turns errors into one line and an exit
 code."""
 
 from __future__ import annotations
@@ -97,8 +97,6 @@ class _Commands(click.Group):
     def resolve_command(
         self, context: click.Context, arguments: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Return the command that the arguments name. Raises: UsageError, which suggests similar names, for an unknown
-        name."""
         name = arguments[0]
         if name not in COMMANDS and not name.startswith("-") and not context.resilient_parsing:
             from difflib import get_close_matches
@@ -120,7 +118,7 @@ class _Commands(click.Group):
         for stream in (sys.stdout, sys.stderr):
             if isinstance(stream, io.TextIOWrapper):  # replace characters that the terminal's encoding does not have
                 stream.reconfigure(errors="backslashreplace" if stream is sys.stderr else "replace")
-        # Other users must not write to new files and folders: torch runs compiled code from its cache folder.
+        # Other users must not write to new files and folders, because torch runs compiled code from its cache folder.
         os.umask(os.umask(0o077) | 0o022)
         try:
             result: object = super().invoke(context)
@@ -134,7 +132,7 @@ class _Commands(click.Group):
 
 
 def _report(error: Exception, debug: bool) -> int:
-    """Print an error on stderr in one line, with `debug` after its traceback. Return the exit code."""
+    """Print an error on stderr in one line, and with `debug` its traceback above. Return the exit code."""
     if debug:
         click.echo("".join(traceback.format_exception(error)), err=True)
     if isinstance(error, DilocoPeerError):
@@ -156,7 +154,7 @@ def _report(error: Exception, debug: bool) -> int:
 
 
 def _show_version(context: click.Context, parameter: click.Parameter, is_wanted: bool) -> None:
-    """Print the versions of the program and of its protocol, which must be the same for all peers of a run."""
+    """Print the versions of the program and of its protocol. All peers of a run must have the same protocol version."""
     if not is_wanted or context.resilient_parsing:
         return
     from importlib.metadata import version

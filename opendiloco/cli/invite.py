@@ -1,4 +1,4 @@
-"""The commands `diloco-peer invite …`: tickets to a run by invitation."""
+"""The commands `diloco-peer invite …`, which issue, list and revoke tickets to a run by invitation."""
 
 from __future__ import annotations
 
@@ -103,8 +103,8 @@ def _revoke(
 
 
 def _organised(path: Path, identity: Path | None) -> tuple[SignedManifest, Identity]:
-    """Return the manifest in the file `path` and its organiser's key. Raises: ManifestError; AdmissionError if the key
-    or the run is the wrong one; LocalNetworkError."""
+    """Return the manifest in the file `path` and its organiser's key. Raises: ManifestError; LocalNetworkError;
+    AdmissionError if the key is not the organiser's, or the run is not by invitation."""
     from opendiloco.storage.run_folder import read_manifest
     from opendiloco.volunteer.identity import load_identity
 

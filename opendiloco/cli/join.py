@@ -1,4 +1,4 @@
-"""The command `join`, which trains in a run, and `pause`, `resume` and `finish`, which control a running `join`."""
+"""The commands `join`, which trains in a run, and `pause`, `resume` and `finish`, which control a running `join`."""
 
 from __future__ import annotations
 
@@ -102,7 +102,8 @@ def _owners_watch(settings: JoinSettings, view: JoinView, monthly: Sequence[Cond
 
 @dataclass(frozen=True)
 class _Joining:
-    """The context of one running `join`. `page` is the listening socket of its dashboard, or None."""
+    """Runs one `join`: trains in the run, obeys the owner's commands, and shows the dashboard on the listening socket
+    `page`, unless that is None."""
 
     settings: JoinSettings
     invite: Invite

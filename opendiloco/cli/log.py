@@ -140,7 +140,8 @@ def _find_log(run: str | None, folder: Path | None) -> Path:
 
 
 def _find_manifest(log: Path, manifest: Path | None) -> Run:
-    """Return the run of a log, from the file `manifest` or from the manifest beside the log. Raises: ManifestError."""
+    """Return the run to which a log belongs, from the file `manifest` or from the manifest beside the log. Raises:
+    ManifestError."""
     from opendiloco.storage.run_folder import RunFolder, read_manifest
 
     if manifest is not None:

@@ -1,5 +1,5 @@
-"""The set-up of logging: the destination of log lines and their format, text or JSON, with the run, the peer and the
-outer step."""
+"""The set-up of logging. Log lines are text or JSON, name the run, the peer and the outer step, and are written to
+stderr or to a file."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ FILE_BYTES, OLD_FILES = 10_000_000, 3
 
 ORDINARY = frozenset({"opendiloco.storage.checkpointer", "opendiloco.workers.telemetry"})
 """Modules that log in each outer step, which may be short."""
-ORDINARY_SECONDS = 60.0  # least seconds between two ordinary messages of one line of code
+ORDINARY_SECONDS = 60.0  # least seconds between two messages of one line of code in an ORDINARY module
 OF_STRANGERS = "peers.network"
-WARNINGS_AT_ONCE, WARNINGS_PER_SECOND = 30.0, 0.2  # most messages from one line of code: at once, then in each second
+WARNINGS_AT_ONCE, WARNINGS_PER_SECOND = 30.0, 0.2  # messages of one line of code: most at once, and most a second
 
 
 def _is_no_disconnect(record: logging.LogRecord) -> bool:
@@ -39,15 +39,15 @@ def _is_no_disconnect(record: logging.LogRecord) -> bool:
 
 
 class _FloodGate:
-    """A log filter that drops messages of one line of code when they come too fast: warnings and network messages,
-    which strangers can cause, and ordinary messages of outer steps."""
+    """A log filter that drops messages if one line of code logs too many. It limits warnings and network messages,
+    because strangers can cause these, and ordinary messages of outer steps."""
 
     def __init__(self) -> None:
         self._allowances: dict[tuple[str, int], Allowance] = {}
         self._left_out = Counter[tuple[str, int]]()
 
     def __call__(self, record: logging.LogRecord) -> bool:
-        """Return True if the record is to be logged. The next logged record of that line of code says how many were
+        """Return True if the record is to be logged. The next record that the same line of code logs says how many were
         dropped."""
         is_ordinary = record.name in ORDINARY and record.levelno < logging.WARNING
         if not (is_ordinary or record.levelno >= logging.WARNING or record.name.startswith(OF_STRANGERS)):
@@ -66,15 +66,14 @@ class _FloodGate:
 
 @dataclass
 class _LogPlace:
-    """The run, the peer and the outer step of this process, for its log lines; each is None while unknown."""
+    """Adds this process's run, peer and outer step to its log records. Each is None while it is unknown."""
 
     run: str | None = None
     peer: str | None = None
     outer_step: Callable[[], int | None] = field(default=lambda: None)
 
     def fill(self, record: logging.LogRecord) -> bool:
-        """Add the run, the peer and the outer step to a log record. Return True, since this log filter drops no
-        record."""
+        """Add the run, the peer and the outer step to a log record. Return True, because no record is dropped."""
         step = self.outer_step()
         known = {"run": self.run, "peer": self.peer, "outer_step": step}
         record.known = {name: value for name, value in known.items() if value is not None}
@@ -118,7 +117,8 @@ class _PlainFormatter(logging.Formatter):
 
 @dataclass(frozen=True)
 class LogOptions:
-    """The values of the options about logging. `level` None: the command chooses. `file` None: stderr."""
+    """The values of the logging options. If `level` is None, the command chooses the level; if `file` is None, log
+    lines are written to stderr."""
 
     level: str | None
     file: Path | None
@@ -143,7 +143,8 @@ class LogOptions:
         self.send_to(handler, default_level, FORMAT_WITH_PLACE)
 
     def send_to(self, handler: logging.Handler, default_level: str, format: str = FORMAT) -> None:
-        """Begin to log to `handler`: messages from the level of --log-level on, or else from `default_level` on."""
+        """Begin to log to `handler`, from the level of --log-level on, or from `default_level` on if that option is not
+        given."""
         level = (self.level or default_level).upper()
         if level != "DEBUG":
             handler.addFilter(_is_no_disconnect)

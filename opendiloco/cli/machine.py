@@ -105,7 +105,8 @@ def doctor(settings: JoinSettings, trial: bool, is_json: bool) -> None:
 
     refuse_torchrun(os.environ)
     invite = parse_run(settings.run, settings.initial_peers, settings.state) if settings.run else None
-    is_named = is_typed(click.get_current_context(), "identity")  # if not, a volunteer may be using the default key
+    # If --identity is not typed, a new key is used, because a volunteer may be using this machine's own key.
+    is_named = is_typed(click.get_current_context(), "identity")
     console = Console()
     is_live = console.is_terminal and not is_json
     with (
@@ -164,7 +165,6 @@ def _show_config(context: click.Context, settings: JoinSettings, as_json: bool) 
 
 
 def _origin(context: click.Context, setting: Setting) -> str:
-    """Return the source of a setting's value as text, such as "file" or "command line"."""
     source = context.get_parameter_source(setting.name)
     if source is ParameterSource.ENVIRONMENT:
         return f"environment, {setting.variable}"
@@ -174,8 +174,6 @@ def _origin(context: click.Context, setting: Setting) -> str:
 
 
 def _line(setting: Setting, value: Any, origin: str) -> str:
-    """Return a setting as a line of the configuration file, with its source; commented out if the setting has no
-    value."""
     if value is None or value == ():
         unset = f"# {setting.name}"
         return f"{unset}  ({setting.default_text})" if setting.default_text else unset

@@ -43,7 +43,7 @@ FILE = click.Path(dir_okay=False, path_type=Path)
 
 
 def all_of(*options: Callable[[Any], Any]) -> Callable[[Command], Command]:
-    """Return one decorator that adds several options to a command, in the order of its help."""
+    """Return one decorator that adds several options to a command. The command's help lists them in this order."""
 
     def decorate(command: Command) -> Command:
         for option in reversed(options):
@@ -55,7 +55,7 @@ def all_of(*options: Callable[[Any], Any]) -> Callable[[Command], Command]:
 
 # Options made from settings -------------------------------------------------------------------------------------------
 class _SettingOption(click.Option):
-    """A click option that falls back on the configuration file before the default."""
+    """A click option whose default is the value in the configuration file, if the file has one."""
 
     def consume_value(self, ctx: click.Context, opts: Mapping[str, Any]) -> tuple[Any, ParameterSource]:
         value, source = super().consume_value(ctx, opts)
@@ -67,7 +67,7 @@ class _SettingOption(click.Option):
     def process_value(self, ctx: click.Context, value: Any) -> Any:
         try:
             return super().process_value(ctx, value)
-        except click.MissingParameter as error:  # only `run` can be missing: no other setting is required
+        except click.MissingParameter as error:  # only `run` can be missing, because no other setting is required
             if ctx.info_name != "join" and (run := run_here()) is not None:
                 return run
             raise click.MissingParameter(HOW_TO_FIND_A_RUN, ctx, self) from error
@@ -92,7 +92,8 @@ class RunCommand(click.Command):
 
 
 class SettingsCommand(RunCommand):
-    """A command with an option for each setting of `join`, which the help lists in the reference page's sections."""
+    """A command with an option for each setting of `join`. Its help divides the options into sections, as the reference
+    page does."""
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         titles = {setting.name: part.TITLE for part in JoinSettings.SECTIONS for setting in settings_of(part)}
@@ -122,7 +123,7 @@ def _option_for(setting: Setting, **changed: Any) -> Callable[[Command], Command
         "help": setting.help,
         "show_default": False,
     }
-    # A required option must have no default at all: click would take a default of None for a given value.
+    # A required option must have no default at all, because click would treat a default of None as a given value.
     about |= ({"required": True} if setting.is_required else {"default": setting.default}) | changed
     if setting.default_text is not None:
         about["help"] += f"  [default: {setting.default_text}]"
@@ -130,8 +131,7 @@ def _option_for(setting: Setting, **changed: Any) -> Callable[[Command], Command
 
 
 def join_option(name: str, **changed: Any) -> Callable[[Command], Command]:
-    """Return a decorator that adds a `join` setting's option to another command. `changed` overrides click's
-    arguments."""
+    """Return a decorator that adds a `join` setting's option. `changed` overrides arguments of `click.option`."""
     return _option_for(JOIN[name], **changed)
 
 
@@ -175,7 +175,8 @@ def join_settings(needs_run: bool = True) -> Callable[[Command], Command]:
 
 
 def _checked(values: Mapping[str, Any]) -> JoinSettings:
-    """Return checked settings of `join`. Raises: BadParameter, which names the option of the first wrong value."""
+    """Check the values of `join`'s settings, and return the settings. Raises: BadParameter, which names the option of
+    the first wrong value."""
     from pydantic import ValidationError
 
     try:
@@ -187,7 +188,6 @@ def _checked(values: Mapping[str, Any]) -> JoinSettings:
 
 
 def _type_of(setting: Setting) -> Any:
-    """Return the type that click gives each value of a setting."""
     if setting.choices:
         return click.Choice(setting.choices)
     if setting.kind is Path:
@@ -228,21 +228,22 @@ own_files_options = all_of(
 
 
 def data_option(help: str) -> Callable[[Command], Command]:
-    """Return a decorator that adds --data for the folders of a run's local sources. `help` describes their text's
-    use."""
+    """Return a decorator that adds --data, which names the folders of a run's local sources. `help` is the first
+    sentence of the option's help."""
     help += " Give one for each local source of the run, in their order."
     return typed_option("data", help=help, click_type=click.Path(exists=True, path_type=Path))
 
 
 def own_words(data: Sequence[Path], own: OwnFiles) -> list[str]:
-    """Return --data and own files' options as a command's words, with TEXTS and PATH instead of this machine's
-    paths."""
+    """Return the options that name `data` and `own`, as words of a command line, with TEXTS and PATH in place of this
+    machine's paths."""
     named = [name for name, path in vars(own).items() if path is not None]
     return ["--data", "TEXTS"] * len(data) + [word for name in named for word in (f"--{name}", "PATH")]
 
 
 def open_dashboard(address: str | None) -> socket.socket | None:
-    """Return a socket that listens at `address` (HOST:PORT), and print the dashboard's URL; None without an address.
+    """Return a socket that listens at `address` (HOST:PORT), and print the dashboard's URL. If `address` is None,
+    return None.
 
     Raises: LocalNetworkError.
     """
@@ -257,7 +258,7 @@ def open_dashboard(address: str | None) -> socket.socket | None:
 
 @contextmanager
 def reader(path: Path | None) -> Iterator[Identity]:
-    """Yield the key with which to read a run: from the file `path`, or else a new key. Raises: LocalNetworkError."""
+    """Yield the key with which to read a run: the one in the file `path`, or a new one. Raises: LocalNetworkError."""
     from opendiloco.volunteer.identity import hold_identity
     from peers.values.identity import Identity
 
@@ -270,7 +271,7 @@ def reader(path: Path | None) -> Iterator[Identity]:
 
 @contextmanager
 def writing(path: Path, remedy: str) -> Iterator[None]:
-    """Turn an OSError of the code that writes to `path` into a MachineError with this remedy."""
+    """Turn an OSError of the `with` block, which writes to `path`, into a MachineError with this remedy."""
     try:
         yield
     except OSError as error:
@@ -278,7 +279,8 @@ def writing(path: Path, remedy: str) -> Iterator[None]:
 
 
 def refuse_torchrun(environment: Mapping[str, str]) -> None:
-    """Raise SettingsError if torchrun has started several processes: each would be a volunteer on the same GPUs."""
+    """Raise SettingsError if torchrun has started several processes, because each would be a volunteer on the same
+    GPUs."""
     size = environment.get("WORLD_SIZE", "1")
     if "TORCHELASTIC_RUN_ID" in environment and size != "1":  # WORLD_SIZE alone may be Slurm's or Kubeflow's
         raise SettingsError(
@@ -288,7 +290,8 @@ def refuse_torchrun(environment: Mapping[str, str]) -> None:
 
 
 def parse_run(run: str, initial_peers: tuple[str, ...], state: Path | None = None) -> Invite:
-    """Return an invite with the run id in `run`, and with addresses of the run's swarm.
+    """Return an invite to the run that `run`, a run id or an invite, names. The invite has addresses of the run's
+    swarm.
 
     The addresses are those of the invite and of the option; else those of the environment or the configuration file;
     else those that this machine remembers in the `state` folder; else those of a volunteer that runs there; else those
@@ -298,7 +301,7 @@ def parse_run(run: str, initial_peers: tuple[str, ...], state: Path | None = Non
 
     invite, initial_peers = Invite.parse(run), spelled_out(initial_peers)
     if invite.addresses and not is_typed(click.get_current_context(), "initial_peers"):
-        return invite  # the option's addresses, from the environment or the file, may be another swarm's
+        return invite  # not with the addresses of the environment or the file, which may be another swarm's
     addresses = tuple(dict.fromkeys((*invite.addresses, *initial_peers)))
     if not addresses:
         from opendiloco.owner.controls import volunteers
@@ -311,7 +314,7 @@ def parse_run(run: str, initial_peers: tuple[str, ...], state: Path | None = Non
 
 
 def _nearby(run_id: str) -> tuple[str, ...]:
-    """Return the addresses of a run's peers in the local network; empty if --no-local-network forbids the search."""
+    """Return the addresses of a run's peers in the local network, or none if --no-local-network forbids the search."""
     import asyncio
 
     from peers.network.neighbours import neighbours
@@ -326,7 +329,7 @@ def _nearby(run_id: str) -> tuple[str, ...]:
 
 
 def known_addresses(addresses: tuple[str, ...], why: str = "no address of the swarm is known") -> tuple[str, ...]:
-    """Return the addresses as multiaddrs. Raises: UsageError for none, with the ways to get an address."""
+    """Return the addresses as multiaddrs. Raises: UsageError, which names ways to get an address, if there is none."""
     if not addresses:
         raise click.UsageError(
             f"{why}: add --initial-peer, set {INITIAL_PEERS}, or initial_peers in the configuration file, or give the "
@@ -337,6 +340,6 @@ def known_addresses(addresses: tuple[str, ...], why: str = "no address of the sw
 
 
 def spelled_out(addresses: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the addresses as multiaddrs. PEER@HOST stands for the addresses of the node PEER that the DNS has for
-    HOST."""
+    """Return the addresses as multiaddrs. PEER@HOST becomes a /dnsaddr address, which stands for the addresses of the
+    node PEER in the DNS entries of HOST."""
     return tuple(NAMED_NODE.sub(r"/dnsaddr/\g<host>/p2p/\g<peer>", address) for address in addresses)

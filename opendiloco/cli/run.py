@@ -122,7 +122,8 @@ def tokenize(
 
 
 def _section_of(config: RunConfig, place: int | None) -> SourceSection:
-    """Return the run's source number `place` (from 1; None: the only source), without shards. Raises: UsageError."""
+    """Return the section of the run's data source at `place` (counted from 1; None: the only source), with its shard
+    settings removed. Raises: UsageError."""
     sources = config.data.all_sources
     if place is None and len(sources) > 1:
         raise click.UsageError(f"the run has {len(sources)} sources: choose one with --source.")
@@ -189,7 +190,7 @@ def _create(
     with _collected_warnings() as warnings, chdir(run_toml.parent):
         config = _with_tokens_named(_with_tokenizer_named(config))
         _check(config, without_text)
-        from opendiloco.model.build import with_sizes_named  # imports transformers; the checks above do not need it
+        from opendiloco.model.build import with_sizes_named  # imports transformers, which takes seconds
 
         config = with_sizes_named(config)
         run = Run.sign(_with_held_out_text_named(_with_weights_named(config)), key)
@@ -202,13 +203,13 @@ def _create(
     with chdir(run_toml.parent):
         lines = list(_next_lines(run, invite, path, identity))
     click.echo("\n".join(lines))
-    for warning in warnings:  # repeated below the lines that have moved the warnings out of sight
+    for warning in warnings:  # repeated, because the lines above have moved the warnings out of sight
         click.echo(f"warning: {warning}", err=True)
 
 
 @contextmanager
 def _collected_warnings() -> Iterator[list[str]]:
-    """Yield a list, to which the text of each logged warning is added until the context ends."""
+    """Yield a list, to which the text of each logged warning is added inside the `with` block."""
     warnings = list[str]()
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]
@@ -299,8 +300,8 @@ def _needs(
 
 
 async def _announce(run: Run, initial_peers: tuple[str, ...]) -> tuple[str, ...]:
-    """Announce a run. Return the addresses of the bootstrap nodes that keep it. Raises: SwarmUnreachableError for
-    none."""
+    """Announce a run. Return the addresses of the bootstrap nodes that keep it. Raises: SwarmUnreachableError if no
+    node keeps it."""
     from opendiloco.volunteer.volunteer import connected
     from peers.network.bootstrap import announce_manifest
     from peers.values.identity import Identity
@@ -374,12 +375,12 @@ def _beyond_schedules(config: RunConfig, overrides: Overrides) -> Iterator[str]:
 
 
 def _with_digest(config: RunConfig, table: str, digest: str) -> RunConfig:
-    """Return a copy of `config` whose table named `table` contains `digest`."""
     return config.model_copy(update={table: getattr(config, table).model_copy(update={"digest": digest})})
 
 
 def _with_tokenizer_named(config: RunConfig) -> RunConfig:
-    """Return `config` with the digest of its tokenizer, unless that is "bytes" or not on this machine.
+    """Return `config` with the digest of its tokenizer. Return it unchanged if the tokenizer is "bytes" or is not on
+    this machine.
 
     Raises: MachineError when the run names another digest.
     """
@@ -398,7 +399,8 @@ def _with_tokenizer_named(config: RunConfig) -> RunConfig:
 
 
 def _with_tokens_named(config: RunConfig) -> RunConfig:
-    """Return `config` with the digest of each source that is a folder of tokens: all peers must read the same tokens.
+    """Return `config` with the digest of each source that is a folder of tokens, because all peers must read the same
+    tokens.
 
     Raises: DataError when the run names another digest, or when a folder cannot be read.
     """
@@ -421,7 +423,8 @@ def _with_tokens_named(config: RunConfig) -> RunConfig:
 
 
 def _with_weights_named(config: RunConfig) -> RunConfig:
-    """Return `config` with the digest of its initial weights, if they are pretrained. Loads the model into memory.
+    """Return `config` with the digest of its initial weights, if they are pretrained. To compute the digest, the model
+    is loaded into memory.
 
     Raises: MachineError when the run names another digest; ManifestError and DataError: see `initial_theta`.
     """
@@ -577,7 +580,6 @@ async def _send_amendment(invite: Invite, key: Identity, changes: Mapping[str, A
 
 
 def _check_key(run: Run, key: Identity) -> None:
-    """Raise ManifestError unless `key` is the key of the run's organiser."""
     organiser = run.manifest.organiser
     if key.peer_id != organiser:
         raise ManifestError(
@@ -629,7 +631,7 @@ def _weight(text: str) -> tuple[str, float]:
 def _with_weights(
     data: DataSection, before: tuple[float, ...] | None, changes: Iterable[tuple[str, float]]
 ) -> tuple[float, ...]:
-    """Return the weights of a run's sources, in the sources' order, after these changes. Raises: ManifestError."""
+    """Return the weights of a run's sources, in the sources' order, after `changes`. Raises: ManifestError."""
     weights = list(data.weights if before is None else before)
     names = [source.source for source in data.all_sources]
     for named, weight in changes:
@@ -645,14 +647,14 @@ def _with_weights(
 
 
 def _rise(view: RunView, amendment: Amendment) -> str:
-    """Return a warning if an amendment raises the inner learning rate, as a second decay may do; or else an empty
-    text."""
+    """Return a warning if an amendment raises the inner learning rate, as a second decay may do; otherwise return an
+    empty text."""
     from opendiloco.config.overrides import Overrides
     from opendiloco.training.outer import inner_learning_rate_factor
 
     config, step = view.run.config, (view.outer_step + 1) * view.run.config.training.inner_steps
     if config.schedule.unit == "tokens":
-        return ""  # the rates below are computed from an inner step, not from tokens
+        return ""  # the rates below are computed from an inner step, but this schedule counts tokens
     before, after = (
         inner_learning_rate_factor(config, Overrides.of(each, config), step, 0)
         for each in (view.amended.latest, amendment)
@@ -663,7 +665,8 @@ def _rise(view: RunView, amendment: Amendment) -> str:
 
 
 def _objection(view: RunView, overrides: Overrides, changes: Mapping[str, Any]) -> str:
-    """Return the reason why `changes` are too late, or lead to learning rate 0; an empty text if they are valid."""
+    """Return the reason why `changes` are too late or lead to a learning rate of 0, or an empty text if they are
+    valid."""
     taken, first = view.outer_step, view.outer_step + 1
     if view.is_finished:
         return (
@@ -673,9 +676,8 @@ def _objection(view: RunView, overrides: Overrides, changes: Mapping[str, Any]) 
         return ""
     if "decay" in changes and overrides.decay is not None and overrides.decay.after < first:
         return f"decay.after = {overrides.decay.after}: the run has taken {taken} outer steps. Use {first} or more."
-    streams = (
-        not view.run.config.streaming.is_plain
-    )  # a streaming run's peers must know its last cycle when that cycle begins
+    # A streaming run's peers must know the run's last cycle when that cycle begins.
+    streams = not view.run.config.streaming.is_plain
     least = first + streams
     if overrides.total_outer_steps(view.run.config) < least:
         return f"outer_steps = {overrides.outer_steps}: the run has taken {taken} outer steps. Use {least} or more."

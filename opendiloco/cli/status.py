@@ -83,8 +83,8 @@ class _ListedRun:
         }
 
     def lines(self) -> Iterator[str]:
-        """Yield lines of text about the run. Control characters, which a stranger may have put into them, are
-        replaced."""
+        """Yield lines of text about the run. Control characters are replaced, because a stranger may have written the
+        run's texts."""
         from opendiloco.quantities import in_words
         from peers.values.wire import printable
 
@@ -135,8 +135,8 @@ def runs(initial_peers: tuple[str, ...], limit: int, needs: bool, as_json: bool)
 
 
 async def _look(addresses: tuple[str, ...], limit: int) -> list[_ListedRun]:
-    """Return the runs that the bootstrap nodes at these addresses list, with their heartbeats or a problem. Raises:
-    SwarmUnreachableError, LocalNetworkError."""
+    """Return the runs that the bootstrap nodes at these addresses list, each with a view of its peers or the reason why
+    there is none. Raises: SwarmUnreachableError, LocalNetworkError."""
     import asyncio
 
     from opendiloco.run import find_run
@@ -163,8 +163,8 @@ def _processor_time() -> float:
 
 
 def _with_needs(found: Iterable[_ListedRun], clock: Callable[[], float] = _processor_time) -> Iterator[_ListedRun]:
-    """Yield the runs with their needs of memory, disk and traffic; after `MOST_SECONDS` on `clock` (in seconds), with
-    a reason why the needs are unknown."""
+    """Yield the runs with their needs of memory, disk and traffic. Once `clock` has advanced by `MOST_SECONDS`, yield
+    them with a reason why their needs are unknown."""
     ends = clock() + MOST_SECONDS
     for each in found:
         if each.view is None:
@@ -300,7 +300,7 @@ def _picture(view: RunView, signed: SignedHeads, here: Mapping[str, VolunteerSta
 
 
 def _volunteers_here(run_id: str) -> dict[str, VolunteerStatus]:
-    """Return the answers of this machine's volunteers in a run, by peer id."""
+    """Ask this machine's volunteers in a run for their status. Return the answers by peer id."""
     from opendiloco.owner.controls import volunteers
     from opendiloco.storage.run_folder import default_state_folder
 
@@ -308,8 +308,8 @@ def _volunteers_here(run_id: str) -> dict[str, VolunteerStatus]:
 
 
 def _plain(beat: Heartbeat, config: RunConfig) -> dict[str, object]:
-    """Return a heartbeat as JSON types: digests in hexadecimal; `seen`, the time by the peer's clock, in seconds since
-    1970."""
+    """Return a heartbeat as JSON types, with digests in hexadecimal. `seen` is the heartbeat's time by the peer's
+    clock, in seconds since 1970."""
     from opendiloco.view.run_view import plain_peer
 
     return plain_peer(beat, config) | {

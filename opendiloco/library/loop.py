@@ -1,5 +1,5 @@
-"""A peer around the caller's own training loop: `DiLoCo` counts the loop's inner steps, and loads theta into its model
-at each outer step."""
+"""A peer around the caller's own training loop. `DiLoCo` counts the loop's inner steps, and loads theta into the loop's
+model at each outer step."""
 
 from __future__ import annotations
 
@@ -51,15 +51,15 @@ MOST_DRAWS = 20
 
 
 class BetweenSteps(NamedTuple):
-    """An action on a fragment between two inner steps: store its weights (`alpha` is None), or set them to alpha *
-    weights + (1 - alpha) * average."""
+    """An action on a fragment between two inner steps. If `alpha` is None, the fragment's weights are stored; otherwise
+    they are set to alpha * weights + (1 - alpha) * average."""
 
     fragment: int
     alpha: float | None
 
 
 class CyclePlan:
-    """The plan of one cycle: its actions on fragments, by inner step. `Cycles` produces the plan in advance, without
+    """Plans the actions on fragments in one cycle, by inner step. `Cycles` computes the plan in advance, without
     training, because the caller's code takes the inner steps."""
 
     def __init__(self, fragments: int, streaming: StreamingSection) -> None:
@@ -196,7 +196,7 @@ class DiLoCo:
             if kind is None:
                 self._ranks.from_first(self._swarm.leave)
             else:
-                self._ranks.part()  # before this peer leaves: other processes may wait for this process
+                self._ranks.part()  # before this peer leaves, because other processes may wait for this process
                 if self._ranks.is_first:
                     self._swarm.leave()
         except BaseException:  # after an interrupt, leave at once, not at the round's end
@@ -208,14 +208,12 @@ class DiLoCo:
             self._until_leaving.close()
 
     def _join(self) -> tuple[Run, Layout]:
-        """Join the run. Return the run, and the layout of the caller's model in the run's flat vectors."""
         BEFORE_EXIT(_leave_before_exit, weakref.ref(self._swarm))
         self._swarm.start()
         joined = self._swarm.joined.result()
         return joined.run, joined.worker.layout
 
     def _entered(self) -> Run:
-        """Return the run that this peer has joined. Raises: LoopError outside of the `with` block."""
         if not hasattr(self, "run"):
             raise LoopError("DiLoCo has not joined its run.", "Use it in a with block: `with DiLoCo(…) as diloco:`.")
         return self.run
@@ -249,7 +247,7 @@ class DiLoCo:
     @property
     def learning_rate_factor(self) -> float:
         """The factor by which the loop must multiply its inner learning rate in the next inner step, from the run's
-        schedule and amendments; 0 when the run is over."""
+        schedule and amendments. It is 0 when the run is over."""
         run = self._entered()
         if (work := self._work) is None:
             return 0.0
@@ -269,8 +267,8 @@ class DiLoCo:
             self._worker.telemetry.track_with(opened, configuration)
 
     def report(self, loss: torch.Tensor | float, tokens: int | None = None) -> None:
-        """Record the loss of the present inner step, which other peers see. `tokens` is the number of tokens that this
-        process trained in that step; give it if the model's calls do not receive the token ids."""
+        """Record the loss of the present inner step, which is shown to other peers. `tokens` is the number of tokens
+        that this process trained in that step; give it if the model's calls do not receive the token ids."""
         self._entered()
         value = float(loss.detach() if isinstance(loss, torch.Tensor) else loss)
         self._loss = value if math.isfinite(value) else None
@@ -309,7 +307,7 @@ class DiLoCo:
                     self._begin_outer_step()
                     continue
                 windows = self._ranks.from_first(self._next_windows)
-                is_counted = self._ranks.is_first  # the first counts for all: a window in two shares counts once
+                is_counted = self._ranks.is_first  # the first process counts the batch, so no window counts twice
                 self._tokens.say(len(windows) * run.config.training.sequence_length if is_counted else 0)
                 yield self._ranks.piece(windows)
 
@@ -322,7 +320,6 @@ class DiLoCo:
         self._text.open(run, self._worker, ahead.tokenize)
 
     def _next_windows(self) -> torch.Tensor:
-        """Return the windows of the run's text for the next inner step."""
         assert self._text.opened is not None
         assert self._work is not None
         samples, size = self._text.opened.samples, self.run.config.training.batch_size
@@ -335,8 +332,8 @@ class DiLoCo:
     # All processes call the following methods together. Only the first process has an `_outer_step` and flat vectors.
 
     def _begin_outer_step(self) -> None:
-        """Wait for the swarm's next outer step, evaluate theta if the swarm asks for a loss, and load the weights that
-        the step begins with, unless the loop continues from its present weights."""
+        """Wait for the swarm's next outer step, and evaluate theta if the swarm asks for a loss. Then load the weights
+        that the step begins with, unless the loop continues from its present weights."""
         while True:
             self._work, goes_on, planned, over_after = self._ranks.from_first(self._next_outer_step)
             self._tokens.take()  # discards tokens counted before this outer step
@@ -420,8 +417,8 @@ class DiLoCo:
         return storing.enter_context(self._worker.storing(self._outer_step, fragment, claim))
 
     def _check_finite(self, fragment: int) -> None:
-        """Raise LoopError if a fragment's stored weights hold NaN or infinity, which cannot be averaged, before they
-        are published."""
+        """Raise LoopError if a fragment's stored weights hold NaN or infinity, because such weights must not be
+        averaged."""
         if not np.isfinite(self._worker.vectors.local[self._worker.fragments[fragment]]).all():
             raise LoopError(
                 f"the model's weights hold NaN or infinity in inner step {self.inner_step} of outer step "
@@ -434,7 +431,6 @@ class DiLoCo:
         return self._worker.is_changed(self._outer_step, fragment)
 
     def _on_first(self, find: Callable[[], Found]) -> Found | None:
-        """Return the result of `find()` in the first process, and None in the other processes."""
         return find() if self._ranks.is_first else None
 
 

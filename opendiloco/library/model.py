@@ -209,7 +209,7 @@ class LoopReplica:
 
 
 def _part(tensor: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
-    """Return this process's part of the tensor `whole`, sharded like `tensor`; all of `whole` if `tensor` is not
+    """Return this process's part of the tensor `whole`, sharded like `tensor`, or all of `whole` if `tensor` is not
     sharded."""
     if not isinstance(tensor, DTensor):
         return whole
@@ -217,7 +217,8 @@ def _part(tensor: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
 
 
 def _whole(tensor: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
-    """Return the whole tensor, gathered from the parts of all processes; `part` itself if `tensor` is not sharded."""
+    """Return the whole tensor, gathered from the parts of all processes, or `part` itself if `tensor` is not
+    sharded."""
     if not isinstance(tensor, DTensor):
         return part
     part, mesh = part.to(tensor.device_mesh.device_type), tensor.device_mesh
@@ -227,8 +228,8 @@ def _whole(tensor: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
 
 # Counting tokens ------------------------------------------------------------------------------------------------------
 class TokenCounter:
-    """A counter of the tokens that one inner step trains: those that pass through the model in training mode, or the
-    number that the loop gives.
+    """Counts the tokens that one inner step trains. These are the tokens that pass through the model in training mode,
+    unless the loop gives their number.
 
     Token ids are the model's first argument, or its `input_ids`. Padding does not count: positions where an
     `attention_mask` of the same shape is 0.

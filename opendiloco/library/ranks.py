@@ -34,7 +34,6 @@ class Ranks:
 
     @property
     def is_first(self) -> bool:
-        """True if this process is the first, which is the run's peer."""
         return self.rank == 0
 
     def meet(self) -> None:
@@ -108,8 +107,6 @@ class Ranks:
 
 @contextmanager
 def _raising_loop_error() -> Iterator[None]:
-    """Convert a RuntimeError of torch.distributed within the context into a LoopError that says that another process
-    cannot be reached."""
     try:
         yield
     except RuntimeError as error:

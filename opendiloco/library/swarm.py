@@ -1,5 +1,5 @@
-"""The swarm's side of the caller's own loop, in a separate thread: membership, rounds, transfers and outer steps, as in
-the peer process of `diloco-peer join`. The thread exchanges weights with the training thread through flat vectors."""
+"""The swarm's side of the caller's own loop. A separate thread takes part in the run, like the peer process of
+`diloco-peer join`, and exchanges weights with the training thread through flat vectors."""
 
 from __future__ import annotations
 
@@ -58,9 +58,9 @@ class OuterStep:
         usual_tokens: float,
         on_progress: Callable[[int, Progress], None],
     ) -> None:
-        """Create the outer step, which begins with the weights `begin_with`; if None, the loop continues from its
-        present weights. `usual_tokens` is the mean number of tokens of an earlier inner step. `on_progress` receives
-        the number of inner steps taken and the progress."""
+        """Create the outer step. It begins with the weights `begin_with`, or, if these are None, with the loop's
+        present weights. `usual_tokens` is the mean number of tokens of an earlier inner step. `on_progress` is called
+        with the number of inner steps taken and the progress."""
         self.work = work
         self.begin_with = begin_with
         self.steps_done = 0
@@ -93,7 +93,7 @@ class OuterStep:
 
     def step_taken(self, tokens: int, loss: float | None, batch_tokens: int) -> None:
         """Record an inner step that trained `tokens` tokens, and report the progress to the swarm, which predicts the
-        end of the lease from the speed. For the speed, an inner step counts at most `batch_tokens` tokens on
+        end of the lease from the speed. The speed counts at most `batch_tokens` tokens for an inner step, on
         average."""
         self.steps_done += 1
         self._tokens_done += tokens
@@ -103,16 +103,17 @@ class OuterStep:
         self.report(self._on_progress, self.steps_done, Progress(number, loss, speed, self.step_tokens))
 
     def claim(self, steps: int, tokens_per_sample: int, loss: float | None) -> Trained:
-        """Return the contribution of the first `steps` inner steps, taken or still to be taken: their tokens, at most
-        those of the lease, and the samples that hold so many tokens."""
+        """Return the contribution of the first `steps` inner steps: their number of tokens, at most that of the lease,
+        and the samples with so many tokens. The tokens of steps that are not taken yet are estimated."""
         tokens = self._tokens_done + int((steps - self.steps_done) * self.step_tokens)
         samples = prefix(self.work.samples, math.ceil(tokens / tokens_per_sample))
         return Trained(samples, min(tokens, tokens_per_sample * sample_count(samples)), loss or 0.0)
 
     @contextmanager
     def storing(self, fragment: int, trained: Trained, is_last: bool) -> Iterator[bool]:
-        """Publish a fragment's weights when the context ends. Yield True, or False if the outer step is void and
-        nothing is published. `is_last` is True for the step's last fragment, which makes the contribution final."""
+        """Let the caller store a fragment's weights in the `with` block, and publish them at its end. Yield True, or
+        False if the outer step is void and nothing is published. `is_last` is True for the step's last fragment, which
+        makes the contribution final."""
         with self._storing:
             yield not self.is_void
             self._is_known = is_last
@@ -217,7 +218,7 @@ class LoopWorker:
                 self._decided.notify_all()
 
     async def held_out(self, section: EvaluationSection) -> HeldOut | None:
-        """Return theta's held-out loss, measured by the training thread; None if the loop cannot evaluate."""
+        """Return theta's held-out loss, which the training thread measures, or None if the loop cannot evaluate."""
         result: Future[HeldOut | None] = Future()
         self._outer_steps.put(result)
         return await asyncio.wrap_future(result)
@@ -233,7 +234,8 @@ class LoopWorker:
         self.end()
 
     def end(self, error: BaseException | None = None) -> None:
-        """End the training thread's outer steps: its next call raises `error`, or gets None if the run is over."""
+        """End the training thread's outer steps. Its next call of `next_outer_step` raises `error`, or returns None if
+        there is no error, because the run is over."""
         self._outer_steps.put(error)
         self.end_rest()
 
@@ -259,16 +261,16 @@ class LoopWorker:
 
     @contextmanager
     def storing(self, outer_step: OuterStep, fragment: int, trained: Trained) -> Iterator[Vector | None]:
-        """Yield `vectors.local`, to write a fragment's weights into; None if the outer step is void. When the context
-        ends, the weights are published for averaging."""
+        """Yield `vectors.local`, into which the caller writes a fragment's weights, or None if the outer step is void.
+        At the end of the `with` block, the weights are published for averaging."""
         with self._decided:
             self._averages.pop(fragment, None)
         with outer_step.storing(fragment, trained, is_last=fragment == len(self.fragments) - 1) as counts:
             yield self.vectors.local if counts else None
 
     def is_changed(self, outer_step: OuterStep, fragment: int) -> bool:
-        """Wait until the average of a stored fragment is decided. Return True if `vectors.local` has new values of the
-        fragment; False if these did not change, or the outer step is void."""
+        """Wait until the average of a stored fragment is decided. Return True if averaging has changed the fragment's
+        values, which are then in `vectors.local`; False if not, or if the outer step is void."""
         with self._decided:
             began, outer_step.late = time.monotonic(), outer_step.late + (fragment not in self._averages)
             self._decided.wait_for(lambda: fragment in self._averages or outer_step.is_void)
@@ -323,7 +325,7 @@ class SwarmThread(threading.Thread):
         is_abandoned: Callable[[], bool],
         folders: Sequence[Path] = (),
     ) -> None:
-        """Create the thread. The arguments are those of `DiLoCo`, and its parsed invite."""
+        """Create the thread. The arguments are those of `DiLoCo`, with its `run` parsed as an invite."""
         super().__init__(name="diloco-peer", daemon=True)
         self._invite = invite
         self._ticket = None if ticket is None else read_ticket(ticket)

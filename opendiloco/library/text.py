@@ -23,7 +23,8 @@ logger = logging.getLogger(__name__)
 
 
 class RunsText:
-    """The text of a run, opened when a batch or an evaluation first needs it."""
+    """Opens the text of a run when a batch or an evaluation first needs it, and evaluates theta on the held-out
+    part."""
 
     def __init__(self, folders: Sequence[Path], evaluates: bool) -> None:
         """Create the text without opening it. `folders` replace the run's local sources. With `evaluates`, the loop
@@ -41,7 +42,7 @@ class RunsText:
         return self.opened
 
     def evaluate(self, run: Run, worker: LoopWorker, replica: LoopReplica) -> HeldOut | None:
-        """Return theta's loss on the run's held-out text; None if this loop does not evaluate, or if the evaluation
+        """Return theta's loss on the run's held-out text, or None if this loop does not evaluate or the evaluation
         fails. The first evaluation opens the text."""
         if not self.evaluates or replica.rounds:
             return None

@@ -1,4 +1,5 @@
-"""The settings of a machine's owner. One definition makes the option, the environment variable and the file's key.
+"""The settings of a machine's owner. One definition of a setting makes its option, its environment variable and its key
+in the configuration file.
 
 Other rooms import:
 join_settings: JoinSettings, LogSettings, SECTIONS, Setting, default_settings_path, model_of, read_settings_file,

@@ -1,4 +1,4 @@
-"""The settings of `diloco-peer join`, and the settings about logging of all commands. docs/options.md lists them.
+"""The settings of `diloco-peer join`, and the logging settings of all commands. docs/options.md lists them.
 
 Each setting is a field of a dataclass, which defines its option, its environment variable and its key in the
 configuration file. A pydantic model checks the values. Functions import pydantic only when they need it, because
@@ -34,7 +34,7 @@ VARIABLE_PREFIX = "DILOCO_"
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """A group of settings: one section of the reference page and of `join --help`, with this title."""
+    """A group of settings, which is one section of the reference page and of `join --help`, with the title `TITLE`."""
 
     TITLE: ClassVar[str] = ""
 
@@ -74,7 +74,7 @@ class Setting:
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """The words that the setting allows; an empty tuple for a setting that is no choice of words."""
+        """The words that the setting allows, or an empty tuple if the setting is no choice of words."""
         return get_args(self.kind) if get_origin(self.kind) is Literal else ()
 
     @property
@@ -95,7 +95,8 @@ class Setting:
 
 
 def setting(help: str, default: Any = MISSING, **about: Any) -> Any:
-    """Return a dataclass field for a setting, required without a `default`. `about`: more fields of `Setting`."""
+    """Return a dataclass field for a setting. Without a `default`, the setting is required. `about` has further fields
+    of `Setting`."""
     return field(default=default, metadata={"help": help, **about})
 
 
@@ -164,7 +165,7 @@ def _validator(check: Callable[[Any], object]) -> Callable[[Any], Any]:
 
 
 # The settings ---------------------------------------------------------------------------------------------------------
-MOST_GIGABYTES = 1e9  # gigabytes, more than any machine has; as bytes the number fits 64 bits
+MOST_GIGABYTES = 1e9  # highest allowed number of gigabytes: more than any machine has, and in bytes it fits 64 bits
 
 
 def _exists(path: Path) -> None:
@@ -496,7 +497,6 @@ class _ViewSettings(Settings):
 
     @property
     def trackers(self) -> tuple[TrackerSpec, ...]:
-        """The trackers that --track names."""
         return tuple(map(TrackerSpec.parse, self.track))
 
 
@@ -519,7 +519,6 @@ class JoinSettings(_RunSettings, _NetworkSettings, _WorkerSettings, _OwnerSettin
 
     @property
     def workers(self) -> WorkerOptions:
-        """The settings of the workers."""
         known = {each.name for each in fields(WorkerOptions)} & {each.name for each in fields(_WorkerSettings)}
         chosen = {name: getattr(self, name) for name in known}
         from opendiloco.storage.run_folder import COMPILED, default_state_folder
@@ -592,6 +591,7 @@ def unknown_variables(environment: Mapping[str, str]) -> list[str]:
 
 
 def without_settings(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment for a process that reads no settings but those of its command line."""
+    """Return `environment` for a process that must read settings only from its command line: without settings, and with
+    an empty configuration file."""
     settings = {setting.variable for setting in settings_of(FileSettings)}
     return {name: value for name, value in environment.items() if name not in settings} | {FILE_VARIABLE: os.devnull}

@@ -1,5 +1,5 @@
 """The demo: a complete swarm on this machine, which `make demo` shows. A bootstrap node and volunteers run as separate
-processes; halfway, the demo kills one volunteer and starts another.
+processes. Halfway, the demo kills one volunteer and starts another.
 
 The display reads only the DHT, as any observer could. The demo itself needs no torch: its child processes do.
 """
@@ -47,12 +47,12 @@ from peers.values.system import cancel_and_wait, make_private_folder, start_task
 
 LINES_SHOWN = 10  # newest log lines of a child process that an error message shows
 LOG_SECONDS = 0.1  # seconds between two reads of a child process's log
-STOP_SECONDS = 20.0  # seconds until a child process is killed: it may finish a round before it leaves
+STOP_SECONDS = 20.0  # seconds after SIGINT until a child process is killed, because it may first finish a round
 EVENTS_SHOWN = 8  # number of newest events on the screen, which must fit a small terminal
 PLAIN_SECONDS = 10.0  # seconds between two lines about each peer in plain output
 DEFAULT_RUN = Path(__file__).parents[1] / "demo.toml"
 LOOPBACK = "/ip4/127.0.0.1/tcp/0"
-START_SECONDS = 60.0  # limit in seconds for the bootstrap node's start, which takes a few on an idle machine
+START_SECONDS = 60.0  # limit in seconds for the bootstrap node's start, which takes a few seconds on an idle machine
 WRAP_UP_SECONDS = 10.0  # seconds reserved at the demo's end to fetch the state, evaluate and export it
 LOOK_SECONDS = 0.5  # seconds between two updates of the screen
 LONGER = "Give it more time: --minutes, or make demo MINUTES=…"
@@ -70,8 +70,8 @@ class _Child:
 
     @classmethod
     async def start(cls, name: str, arguments: list[str], folder: Path) -> _Child:
-        """Start `diloco-peer ARGUMENTS` as a child process that logs to `folder`. In its own session it does not
-        receive Ctrl-C, so that the demo can end its children in order."""
+        """Start `diloco-peer ARGUMENTS` as a child process that logs to `folder`. The child has a session of its own,
+        so that Ctrl-C does not reach it and the demo can end its children in order."""
         ours = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHONUNBUFFERED": "1"}
         log = folder / f"{name.replace(' ', '-')}.log"
         with log.open("wb") as file:
@@ -114,7 +114,7 @@ class _Child:
             self._process.send_signal(number)
 
     async def ended(self) -> None:
-        """Wait until the process ends; kill it after `STOP_SECONDS`."""
+        """Wait until the process ends, and kill it if it has not ended after `STOP_SECONDS`."""
         try:
             async with asyncio.timeout(STOP_SECONDS):
                 await self._process.wait()
@@ -160,7 +160,8 @@ class DemoScreen:
             self._draw()
 
     def show(self, rows: Sequence[PeerRow]) -> None:
-        """Show the peers' current states: in the live table, or every `PLAIN_SECONDS` as lines."""
+        """Show the peers' current states in the live table, or, without a live table, print them every
+        `PLAIN_SECONDS`."""
         self._rows = rows
         if self._live is not None:
             self._draw()
@@ -170,7 +171,7 @@ class DemoScreen:
                 self.say(f"{_clock(self.elapsed)}  {plain_line(row)}")
 
     def say(self, text: str) -> None:
-        """Print a line of text above the live table."""
+        """Print a line of text, above the live table if there is one."""
         self.console.print(Text(text), soft_wrap=True)
 
     def _draw(self) -> None:
@@ -208,7 +209,7 @@ class _DemoVolunteer:
 
 @dataclass
 class _Swarm:
-    """The demo's processes, and the volunteers' states as far as the demo has observed them."""
+    """Starts the demo's volunteers, and records their states as the demo observes them."""
 
     run: Run
     address: str
@@ -267,7 +268,6 @@ class _Swarm:
         return max((one.heartbeat.index for one in self.live() if one.heartbeat), default=0)
 
     def finished(self) -> bool:
-        """Return True if every live volunteer has reported the run's last outer step."""
         return all(one.heartbeat is not None and is_finished(one.heartbeat, self.run.config) for one in self.live())
 
     def _row(self, volunteer: _DemoVolunteer) -> PeerRow:
@@ -279,8 +279,8 @@ class _Swarm:
 
 
 async def run_demo(peers: int, run_toml: Path | None, out: Path | None, screen: DemoScreen) -> DemoResult:
-    """Run a swarm of `peers` volunteers with its files in the new folder `out` (None: a temporary one), and end all its
-    processes. Raises: DilocoPeerError if the demo cannot continue."""
+    """Run the demo with `peers` volunteers, and end all its processes. Its files are in the new folder `out` (None: a
+    temporary folder). Raises: DilocoPeerError if the demo cannot continue."""
     run_toml = run_toml or DEFAULT_RUN
     config = RunConfig.from_toml(run_toml)
     folders = [run_toml.parent / source for source in local_sources(config.data)]
@@ -328,7 +328,7 @@ async def _train_and_export(swarm: _Swarm, transport: HivemindTransport) -> Demo
 
 
 async def _train(swarm: _Swarm, transport: HivemindTransport) -> None:
-    """Watch the training until the demo's time is up or the run is over; halfway, kill a volunteer and start
+    """Watch the training until the demo's time is up or the run is over. Halfway, kill a volunteer and start
     another."""
     seconds = swarm.screen.seconds - WRAP_UP_SECONDS
     total = swarm.run.config.total_outer_steps

@@ -1,5 +1,5 @@
-"""The planner: forecasts a run on given machines and links, before they are rented: utilisation, tokens, traffic, cost,
-joining times and the bandwidth needed.
+"""The planner, which forecasts a run on given machines and links before they are rented: its utilisation, tokens,
+traffic, cost, joining times and the bandwidth that it needs.
 
 Only sizing a model needs torch. docs/runs.md lists the assumptions.
 """
@@ -116,9 +116,9 @@ STEPPED = 1.69e9
 @dataclass(frozen=True)
 class PeerGroup:
     """A kind of peer in a plan, with `count` equal peers. `up` and `down` are bits a second, `latency` is a round trip
-    to a well-connected server in seconds. With `gpus` 0, the peers train on the CPU. Memory is in bytes; it and the
-    price are None if not given. `main_needed` is the main memory that the run needs, `gpu_needed` the memory of each
-    GPU, without activations."""
+    to a well-connected server in seconds. With `gpus` 0, the peers train on the CPU. Memory is in bytes. A memory or a
+    price that is not given is None. `main_needed` is the main memory that the run needs, `gpu_needed` the memory of
+    each GPU, without activations."""
 
     name: str
     count: int
@@ -135,7 +135,7 @@ class PeerGroup:
 
     @property
     def rate(self) -> float:
-        """The bits of data a second that a peer's link carries in both directions at once."""
+        """The bits of data a second that a peer's link carries in each direction while both directions are in use."""
         return LINK_SHARE * min(self.up, self.down)
 
     @property
@@ -146,8 +146,8 @@ class PeerGroup:
 
 @dataclass(frozen=True)
 class _Round:
-    """The forecast of one round, in seconds. Tuples have a value for each kind of peer: the payloads received (`moved`)
-    and `sent`, the seconds for which its link is `busy`, and the format of its contribution (`sending`)."""
+    """The forecast of one round, with durations in seconds. Tuples have a value for each kind of peer: the number of
+    payloads received (`moved`) and `sent`, the seconds of its link's use (`busy`), and its contribution's format."""
 
     arithmetic: float
     delays: float
@@ -160,7 +160,7 @@ class _Round:
 
     @property
     def lag(self) -> float:
-        """The seconds of the round besides its transfer. During them the link is free for the next round."""
+        """The seconds of a round apart from its transfer, in which the link is free for the next round."""
         return self.arithmetic + self.delays
 
     @property
@@ -177,7 +177,7 @@ def round_of(
     timing: Timing | None = None,
     overlaps: Sequence[float] = (),
 ) -> _Round:
-    """Return the forecast of a round that averages `values` values of `bits` bits; a peer encodes `encoded` values a
+    """Return the forecast of a round that averages `values` values of `bits` bits. A peer encodes `encoded` values a
     second. Chunks are dealt to reducers, and contributions may use the `thinner` formats (bits a value), as in the
     protocol. `overlaps` are the seconds for which each kind of peer trains during the round; the default is 0."""
     timing, overlaps = timing or Timing(), overlaps or [0.0] * len(peers)
@@ -231,8 +231,9 @@ def round_of(
 class Plan:
     """The properties of a run that the planner needs. The defaults are those of the manifest. `fragments` are the
     numbers of values in each fragment. `bits` are the bits of a transferred value, and a peer encodes `encoded` values
-    a second. `thinner` are the bits of other formats for contributions; `formats` has the names of all, the run's own
-    first. Peers train for `overlap` inner steps (tau in the papers) while a fragment is averaged; with 0 they wait."""
+    a second. `thinner` are the bits of a value in the other formats for contributions; `formats` names all, the run's
+    own first. Peers train for `overlap` inner steps (tau in the papers) while a fragment is averaged; with 0, they
+    wait."""
 
     fragments: tuple[int, ...]
     peers: tuple[PeerGroup, ...]
@@ -255,7 +256,6 @@ class Plan:
 
     @property
     def count(self) -> int:
-        """The number of peers."""
         return sum(peer.count for peer in self.peers)
 
     @property
@@ -282,8 +282,8 @@ class Plan:
         )
 
     def own_steps(self, peer: PeerGroup) -> int:
-        """Return the number of inner steps in a peer's lease: those that the peer makes while the fastest peer makes a
-        whole lease, within the run's limits."""
+        """Return the number of inner steps in a peer's lease. The lease takes the peer as long as a whole lease takes
+        the fastest peer, within the run's limits."""
         fastest = min(each.step_seconds for each in self.peers)
         return self.pace.steps(self.tokens_per_step / peer.step_seconds, self.tokens_per_step / fastest)
 
@@ -293,9 +293,9 @@ class Plan:
 
     @property
     def closes_after(self) -> float:
-        """The seconds from the start of training until the leader stops waiting: when most peers are ready, plus the
-        grace; in an asynchronous run, when most and the share `contributions` of the peers are ready, plus the
-        slack."""
+        """The seconds from the start of training until the leader stops waiting. It waits until most peers are ready,
+        and then for the grace; in an asynchronous run, until most and the share `contributions` of the peers are ready,
+        and then for the slack."""
         trainings = sorted(self.training_seconds(peer) for peer in self.peers for _ in range(peer.count))
         majority = len(trainings) // 2
         if self.contributions is None:
@@ -346,8 +346,8 @@ def _bits_of(codec: str) -> float:
 
 
 def _peer(section: PeerSection, place: int, tokens: int, rate: float | None, needs: Needs) -> PeerGroup:
-    """Return a section's kind of peer. An inner step has `tokens` tokens, and each peer trains `rate` tokens a
-    second."""
+    """Return the kind of peer that a section describes. An inner step has `tokens` tokens, and each peer trains `rate`
+    tokens a second."""
     if section.step_seconds is not None:
         seconds = section.step_seconds
     elif rate is not None:
@@ -388,8 +388,8 @@ CYCLES = 2
 class _PeerForecast:
     """The forecast for a kind of peer with `count` equal peers. A peer takes `inner_steps` for each lease; its work
     counts in a log entry every `cycles` cycles (0: never). `utilisation` is the share of its time spent on inner steps,
-    `link_share` the share of time in which its link is busy. `formats` of its contributions end with the thinnest;
-    `joining` is the seconds until a newcomer has the state, None if it never catches up."""
+    `link_share` the share of time in which its link is busy. `formats` names its contributions' formats, the thinnest
+    last. `joining` is the seconds until a newcomer has the state, None if it never catches up."""
 
     name: str
     count: int
@@ -436,7 +436,7 @@ class Forecast:
 
 def forecast(plan: Plan) -> Forecast:
     """Return the forecast of a run. At each cycle's end, peers wait for one another, but not for peers that are too
-    slow (`closes_after`). A slow peer's work counts in a later entry, if its lease lasts until then."""
+    slow (`closes_after`). A slow peer's work counts in a later entry, if its lease is still valid then."""
     kinds = plan.peers
     steps = [plan.own_steps(peer) for peer in kinds]
     waited_for = [peer for peer in kinds if plan.training_seconds(peer) <= plan.closes_after]
@@ -480,7 +480,7 @@ def _cycle_seconds(plan: Plan, peer: PeerGroup) -> float:
     steps = plan.own_steps(peer)
     overlap = min(plan.overlap, steps - 1)
     taken = sorted(zip(_taken_after(plan, steps, overlap), plan.rounds, strict=True), key=lambda each: each[0])
-    due = deque[tuple[int, float]]()  # each awaited average: the inner step that needs it, its arrival in seconds
+    due = deque[tuple[int, float]]()  # (inner step that needs an average, seconds at which the average arrives)
     done, now, link_free, all_there, ends = 0, 0.0, 0.0, 0.0, list[float]()
 
     def train(until: int) -> None:
@@ -512,7 +512,7 @@ def _taken_after(plan: Plan, steps: int, overlap: int) -> Sequence[int]:
 
 
 def _cycles(plan: Plan, peer: PeerGroup, seconds: float) -> int:
-    """Return the number of cycles, each of `seconds`, from one log entry with a peer's work to the next; 0 if the
+    """Return the number of cycles, each of `seconds`, from one log entry with a peer's work to the next, or 0 if the
     peer's lease ends before its work can count."""
     trained = plan.training_seconds(peer)
     cycles = 1 if trained <= plan.closes_after else math.ceil(trained / seconds)
@@ -597,7 +597,6 @@ def show(console: Console, plan: Plan, found: Forecast, needed: Mapping[float, f
 
 
 def _peers_table(plan: Plan, found: Forecast) -> Table:
-    """Return a table with a row for each kind of peer."""
     table = _table("peers", "count", "steps", "counts", "computes", "link busy", "sends", "memory", "per GPU")
     for peer, each in zip(plan.peers, found.peers, strict=True):
         table.add_row(
@@ -680,7 +679,7 @@ def plain(plan: Plan, found: Forecast, needed: Mapping[float, float | None]) -> 
 
 
 def duration(seconds: float) -> str:
-    """Return `seconds` as text, in the largest unit of which the duration has at least two."""
+    """Return `seconds` as text, in the largest unit (d, h, min or s) in which the number is 2 or more."""
     for factor, unit in ((86_400.0, "d"), (3600.0, "h"), (60.0, "min")):
         if seconds >= 2 * factor:
             return f"{seconds / factor:.3g} {unit}"

@@ -1,4 +1,5 @@
-"""The encoding of pseudo-gradients as payloads: blocks of bytes, the rounding of values, and error feedback."""
+"""The encoding of pseudo-gradients as payloads, with the rounding of values and error feedback. A payload consists of
+blocks of bytes."""
 
 from __future__ import annotations
 
@@ -35,8 +36,8 @@ def block_bytes(codec: CodecSection) -> int:
 
 @dataclass(frozen=True)
 class BlockCodec:
-    """The encoding of `values` fp32 values in blocks of BLOCK_VALUES. Averages have `format`; contributions have
-    `format` (number 0) or one of the `thinner` formats (numbers from 1)."""
+    """The encoding of `values` fp32 values in blocks of BLOCK_VALUES. An average is encoded in `format`; a contribution
+    in `format`, which has number 0, or in one of the `thinner` formats, numbered from 1."""
 
     format: Format
     values: int
@@ -44,13 +45,13 @@ class BlockCodec:
 
     @classmethod
     def of(cls, codec: CodecSection, values: int) -> Self:
-        """Return the codec for `values` values, with the formats of a run's codec settings."""
+        """Return the codec for vectors of `values` values, with the formats that a run's settings name."""
         format, *thinner = (FORMATS[kind] for kind in codec.contributions)
         return cls(format, values, tuple(thinner))
 
     @property
     def formats(self) -> tuple[Format, ...]:
-        """The formats that contributions may have, ordered by format number."""
+        """The formats of contributions, ordered by number."""
         return (self.format, *self.thinner)
 
     @property
@@ -62,35 +63,35 @@ class BlockCodec:
         return -(-self.values // BLOCK_VALUES)
 
     def byte_range(self, first_block: int, last_block: int, format: int = 0) -> tuple[int, int]:
-        """Return the byte offsets [start, stop) of blocks [first_block, last_block) in a payload. The payload's last
-        block may be short."""
+        """Return the byte offsets [start, stop) of blocks [first_block, last_block) in a payload of format number
+        `format`. The payload's last block may be short."""
         kind = self.formats[format]
         each = BLOCK_VALUES // kind.block_values
         return kind.byte_range(first_block * each, last_block * each, self.values)
 
     def empty_payload(self) -> Payload:
-        """Return a payload for an average, with zeros as bytes. Callers should keep the payload, because allocating it
-        takes longer than encoding into it."""
+        """Return a payload for an average, filled with zeros. Callers should reuse it, because allocating a payload
+        takes longer than encoding into one."""
         return Payload(self.format, self.values, empty(self.format.payload_size(self.values)))
 
     def check(self, blocks: Blocks, first_block: int) -> None:
-        """Raise BadBlocksError unless an encoder could have made these bytes: whole blocks of the averages' format,
-        from `first_block` on."""
+        """Raise BadBlocksError unless `blocks` are whole blocks that an encoder could have made in the averages'
+        format. They are a payload's blocks from number `first_block` on."""
         try:
             kernels.check_payload(self._payload(blocks, first_block))
         except kernels.CorruptPayloadError as error:
             raise BadBlocksError(error.message) from error
 
     def squared_norm(self, blocks: Blocks, first_block: int, format: int = 0) -> float:
-        """Return the sum of the squares of the values that these blocks encode. Raises: BadBlocksError, as `check`
-        does."""
+        """Return the sum of the squares of the values that `blocks` encode. Raises: BadBlocksError unless an encoder
+        could have made the blocks."""
         try:
             return kernels.squared_norm(self._payload(blocks, first_block, format))
         except kernels.CorruptPayloadError as error:
             raise BadBlocksError(error.message) from error
 
     def checked(self, payload: Blocks) -> Payload:
-        """Return the bytes of a whole average as a payload. Raises: BadBlocksError unless an encoder could have made
+        """Return a Payload with the bytes of a whole average. Raises: BadBlocksError unless an encoder could have made
         them."""
         self.check(payload, 0)
         if len(payload) != self.format.payload_size(self.values):
@@ -106,8 +107,8 @@ class BlockCodec:
         rounding: Rounding = NEAREST,
         formats: Sequence[int] = (),
     ) -> memoryview:
-        """Return the encoded weighted mean of the contributions' blocks from `first_block` on: summed in fp32 in the
-        given order, and quantized once.
+        """Return the weighted mean of the contributions' blocks, encoded. Each contribution's blocks begin with number
+        `first_block`. They are summed in fp32 in the given order, and the mean is quantized once.
 
         The sum is divided by `tokens`, by default the sum of the weights; a clipped contribution has less weight than
         tokens. The mean is written to `out` if given, which must have its exact size; allocating it takes longer than
@@ -131,15 +132,14 @@ class BlockCodec:
         return average.buffer
 
     def _payload(self, blocks: Blocks, first_block: int, format: int = 0) -> Payload:
-        """Return blocks from `first_block` on as a payload. The length in bytes gives the number of values, if the
-        blocks are whole."""
         kind = self.formats[format]
         whole = -(-len(blocks) // kind.block_bytes) * kind.block_values
         return Payload(kind, min(whole, max(0, self.values - first_block * BLOCK_VALUES)), blocks)
 
 
 class RunRounding:
-    """The rounding of a run's payloads: to the nearest code, or stochastic. Outer steps are counted from 0.
+    """Chooses the rounding of a run's payloads: to the nearest value that the format can encode, or stochastic. Outer
+    steps are counted from 0.
 
     The random numbers follow from the log, so that every peer that makes a payload again gets the same bytes.
     """
@@ -149,7 +149,8 @@ class RunRounding:
         self._formats = [FORMATS[kind] for kind in codec.contributions]
 
     def of_contribution(self, index: int, fragment: int, samples: Sequence[SampleRange], format: int = 0) -> Rounding:
-        """Return the rounding of this peer's pseudo-gradient of a fragment in outer step `index`, encoded in a format.
+        """Return the rounding with which this peer encodes a fragment's pseudo-gradient in outer step `index`, in
+        format number `format`.
 
         The random numbers depend on the first sample, so no two peers use the same ones. They do not depend on the
         number of trained samples, which is not known yet when the first fragment is stored. Formats without stochastic
@@ -160,7 +161,8 @@ class RunRounding:
         return self._rounding(0, index, fragment, *(part.start for part in samples[:1]))
 
     def of_average(self, index: int, fragment: int, first_block: int = 0) -> Rounding:
-        """Return the rounding of a fragment's average from block `first_block` on, the same for all reducers."""
+        """Return the rounding with which a fragment's average is encoded from block `first_block` on. All reducers use
+        the same random numbers."""
         return self._rounding(first_block * (BLOCK_VALUES // self._formats[0].block_values), index, fragment)
 
     def _rounding(self, first_block: int, *drawn_from: int) -> Rounding:
@@ -171,8 +173,8 @@ class RunRounding:
 
 
 def decoded(payload: Payload, start: int, out: Vector) -> Vector:
-    """Decode a payload's values from value `start` on, a multiple of the format's block size, into `out`. Return the
-    part of `out` that was filled."""
+    """Decode a payload's values from number `start` on until `out` is full or the payload ends. Return the filled part
+    of `out`. `start` must be a multiple of the format's block size."""
     format, values = payload.format, min(out.size, payload.values - start)
     block = start // format.block_values
     first, last = format.byte_range(block, block + format.block_count(values), payload.values)
@@ -190,8 +192,8 @@ def share_made_up_for(codec: CodecSection, format: int) -> float:
 
 
 def _zeros(values: int, folder: Path | None) -> Vector:
-    """Return a vector of zeros. A large vector is a temporary file in `folder`, because no memory was reserved for the
-    residual; without a folder or disk space, the vector is in memory."""
+    """Return a vector of zeros. A large vector lies in a temporary file in `folder`, because no memory was reserved for
+    the residual. Without a folder or disk space, the vector is in memory."""
     size = VALUE_BYTES * values
     if folder is not None and size > IN_MEMORY:
         try:
@@ -202,11 +204,11 @@ def _zeros(values: int, folder: Path | None) -> Vector:
 
 
 class Residual:
-    """Error feedback (arXiv 1901.09847): the quantization errors of payloads, which are added to later pseudo-gradients
-    before encoding.
+    """Keeps the quantization errors of this peer's payloads, which are added to later pseudo-gradients before encoding
+    (error feedback, arXiv 1901.09847).
 
-    A share of a payload's error is added to the next pseudo-gradient before it is encoded. When an outer step is taken
-    without this peer's payload, it is unknown how much of the error still matters, so the residual is reset.
+    When an outer step is taken without this peer's payload, it is unknown how much of the error still matters, so the
+    residual is reset.
 
     A sparse average leaves out most values of its members' payloads, and reducers keep no residuals. Each member takes
     back its own values where the average has none, so that all members together take back everything that was left out.
@@ -221,10 +223,10 @@ class Residual:
         self._is_sent = False  # True from the encoding of a payload until its average is applied
 
     def to_add(self, format: int = 0, folder: Path | None = None) -> Vector | None:
-        """Return the vector to add to the pseudo-gradient, or None without error feedback. The encoder then overwrites
-        the vector with the new payload's error.
+        """Return the vector of errors to add to the pseudo-gradient, or None without error feedback. The encoder then
+        overwrites this vector with the new payload's errors.
 
-        Few volunteers need it, so a large one lies in the folder.
+        Few volunteers need the vector, so a large one lies in a file in `folder`.
         """
         before, self._share = self._share, share_made_up_for(self._codec, format)
         self._is_sent = True
@@ -255,6 +257,7 @@ class Residual:
             self._vector[:] = 0
 
     def forget_unanswered(self) -> None:
-        """Reset all errors to zero if the last payload is in no entry yet, because training starts anew."""
+        """Reset all errors to zero if the last payload's average has not been applied, because the new training goes on
+        without that payload."""
         if self._is_sent:
             self.forget()

@@ -72,8 +72,8 @@ def held_out_loss(
 def generate_sample(
     model: Any, tokenizer: Tokenizer, prompt: str, tokens: int, seed: int, temperature: float = 0.8
 ) -> str:
-    """Return the text that the model generates after `prompt`, at most `tokens` tokens: each is sampled from the 50
-    most likely ones, or is the most likely one at temperature 0.
+    """Return at most `tokens` tokens of text that the model generates after `prompt`. Each token is sampled from the 50
+    most likely ones, or is the most likely one if `temperature` is 0.
 
     The same weights and seed give the same text. Compiled blocks run uncompiled here, because they would be compiled
     again for each length.

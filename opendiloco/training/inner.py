@@ -51,8 +51,8 @@ from peers.values.workload import Trained
 
 # Inner steps ----------------------------------------------------------------------------------------------------------
 class InnerStep(NamedTuple):
-    """One inner step: its batch's mean loss in nats per token, and the norm of the gradient before clipping. If either
-    is not finite, the step has changed nothing.
+    """The results of one inner step: the batch's mean loss in nats per token, and the gradient's norm before clipping.
+    If the loss or the norm is not finite, the step has changed nothing.
 
     `number` counts from 1; `samples` is the number of samples trained up to and including this step.
     """
@@ -82,8 +82,8 @@ class ReplicaTrained(Trained):
 
 
 class InnerSteps:
-    """An iterator that takes one inner step for each item. Its property `trained` has the results of the steps
-    taken."""
+    """An iterable over a lease's inner steps: each step is taken when the caller asks for the next item. The property
+    `trained` has the results of the steps taken."""
 
     def __init__(
         self,
@@ -95,8 +95,8 @@ class InnerSteps:
         steps: int,
         tokens: int,
     ) -> None:
-        """Create an iterator over a lease's inner steps. `take` trains on one batch; index, lease, steps and
-        tokens are as in `ModelReplica.inner_steps`.
+        """Create the iterable. `take` trains on one batch; `index`, `lease`, `steps` and `tokens` are as in
+        `ModelReplica.inner_steps`.
 
         `take(batch, step, tokens)` trains on a batch of shape (windows, window_length). `step` is the run's number of
         the inner step, and `tokens` the number of tokens that the run has trained after it. It returns the loss, the
@@ -119,8 +119,8 @@ class InnerSteps:
         self._samples_done = 0
 
     def __iter__(self) -> Iterator[InnerStep]:
-        """Return an iterator that takes the inner steps and yields those that changed the weights. Raises: WorkerError,
-        as `every` does."""
+        """Return an iterator that takes the inner steps and yields those that changed the weights. Raises: WorkerError
+        when training diverges."""
         return (taken for taken in self.every() if taken.is_finite)
 
     def every(self) -> Iterator[InnerStep]:
@@ -220,7 +220,8 @@ class LossScale:
 
 
 class ModelReplica:
-    """A model with its inner optimizer, whose state persists when theta replaces the weights at each outer step.
+    """A model with its inner optimizer. The optimizer keeps its state when theta replaces the weights at each outer
+    step.
 
     The workers of one machine together have one replica. Each has a shard of the `model` (see `shard_model` in team.py)
     and trains on its piece of a batch, at most `micro_batch` windows at once (None: the whole piece). All make the same
@@ -238,16 +239,16 @@ class ModelReplica:
         layout: Layout | None = None,
         optimizer_state: OptimizerState = "device",
     ) -> None:
-        """Create the replica, with its inner optimizer. If `reduces_once`, workers sum their gradients only after the
-        last micro-batch of a batch. `layout` is by default the run's.
+        """Create the replica and its inner optimizer. If `reduces_once`, workers sum their gradients only after the
+        last micro-batch of a batch. By default, `layout` is made from the model and the run's settings.
 
         Raises: MachineError when the optimizer's state cannot be kept as `optimizer_state` asks.
         """
         self.model = model
         self.layout = layout_of(model, config.streaming) if layout is None else layout
         self.micro_batch = micro_batch
-        self.uncompiled_micro_batch: int | None = None  # windows that fit uncompiled, if fewer than micro_batch
-        self.attention: str | None = None  # name of the attention for training, if not the model's own
+        self.uncompiled_micro_batch: int | None = None  # number of windows at once, uncompiled; None: micro_batch
+        self.attention: str | None = None  # name of the attention used in training; None: the model's own
         self.compiled_loss = CompiledLoss() if compiled_blocks(model) else None
         self._config = config
         self._samples = samples
@@ -258,17 +259,16 @@ class ModelReplica:
         self._optimizer = build_inner_optimizer(self.model, config.inner_optimizer, optimizer_state)
         is_fp16 = config.training.precision == "bf16" and self._team.half == torch.float16
         self._loss_scale = LossScale() if is_fp16 else None
-        self._warmed_up: int | None = None  # number of finished steps of the learning rate's rewarmup
-        self._kept_at: int | None = None  # number of the run's outer steps when the loaded moments were written
+        self._warmed_up: int | None = None  # number of inner steps of the learning rate's rewarmup so far
+        self._kept_at: int | None = None  # the run's number of outer steps when the loaded moments were written
 
     @property
     def window_length(self) -> int:
-        """The number of tokens in a window, one more than the model predicts there."""
+        """The number of tokens in a window, one more than the number that the model predicts in it."""
         return self._config.training.sequence_length + 1
 
     @property
     def codec(self) -> CodecSection:
-        """The run's settings for the encoding of payloads."""
         return self._config.codec
 
     @property
@@ -286,8 +286,8 @@ class ModelReplica:
 
     @contextmanager
     def showing(self, theta: Vector) -> Iterator[Any]:
-        """Load theta into the model inside the `with` block. Then restore the trained weights, if training continues
-        from them.
+        """Load theta into the model for the `with` block. At its end restore the trained weights, if the next training
+        continues from them.
 
         The copy of the present weights takes the memory of the gradients, which are no longer needed.
         """
@@ -329,8 +329,8 @@ class ModelReplica:
     def recall_moments(self, path: Path, run: str) -> None:
         """Load the inner optimizer's state from a file that `keep_moments` wrote. All workers must call this together.
 
-        If another worker cannot read it, this worker begins anew, too, because moments of different times do not fit
-        together.
+        If another worker cannot read the file, this worker begins with fresh moments, too, because moments of different
+        times do not fit together.
 
         Raises: SnapshotError, without a change, when the file does not fit; OSError.
         """
@@ -348,8 +348,6 @@ class ModelReplica:
             self._warmed_up = self._kept_at = None
 
     def _kept_by(self, run: str) -> dict[str, str]:
-        """Return the metadata that a file must have for its moments to be loaded: the run's id and optimizer
-        settings."""
         return {"run": run, "optimizer": self._config.inner_optimizer.model_dump_json()}
 
     def inner_steps(
@@ -383,8 +381,8 @@ class ModelReplica:
     def train(
         self, theta: Vector, index: int, lease: tuple[SampleRange, ...], steps: int, tokens: int = 0
     ) -> ReplicaTrained:
-        """Take the inner steps that `inner_steps` plans, and return their results. Raises: WorkerError when training
-        diverges."""
+        """Load theta, take at most `steps` inner steps of outer step `index` on the lease, and return their results.
+        Raises: WorkerError when training diverges."""
         inner_steps = self.inner_steps(theta, index, lease, steps, tokens)
         for _ in inner_steps:
             pass
@@ -393,8 +391,8 @@ class ModelReplica:
     def _inner_step(
         self, stop_wanted: Callable[[], bool], overrides: Overrides, batch: NDArray[np.int64], step: int, tokens: int
     ) -> tuple[float, float, bool]:
-        """Train on a batch as inner step `step` of the run, counted from 0, after which the run has trained `tokens`
-        tokens. Return the loss, the gradient's norm, and True if a worker wants to stop."""
+        """Train on a batch as inner step `step` of the run, counted from 0. The run has trained `tokens` tokens after
+        this step. Return the loss, the gradient's norm, and True if a worker wants to stop."""
         factor = inner_learning_rate_factor(self._config, overrides, step, tokens) * self._rewarmup()
         for group in self._optimizer.param_groups:
             group["lr"] = group["initial_lr"] * factor
@@ -407,7 +405,8 @@ class ModelReplica:
             if self._loss_scale is not None:
                 torch._foreach_mul_(gradients, 1 / self._loss_scale.factor)
             own_norm = torch.nn.utils.get_total_norm(gradients)
-            own_square = own_norm.double().square() if self._team.is_in_first_replica else 0.0  # count one replica only
+            # Other replicas have the same gradients, so only the first replica's count.
+            own_square = own_norm.double().square() if self._team.is_in_first_replica else 0.0
             numbers = self._team.sums_on_device([own_loss, own_square, stop_wanted()])
             total_norm = numbers[1].sqrt_()
             read = read_later(numbers)
@@ -423,21 +422,19 @@ class ModelReplica:
         return loss, norm, stop > 0
 
     def _clip(self, parameters: Sequence[torch.nn.Parameter], total_norm: torch.Tensor) -> None:
-        """Scale the gradient down so that its norm is at most the run's `gradient_clip`. `total_norm` is a tensor on
-        the device."""
         torch.nn.utils.clip_grads_with_norm_(parameters, self._config.training.gradient_clip, total_norm.float())
 
     def loss(self, windows: torch.Tensor, slope: float | None = None) -> torch.Tensor:
-        """Return the mean training loss, in nats per token, of windows of token ids of shape (batch, window_length).
-        For `slope` see `window_loss`."""
+        """Return the mean training loss, in nats per token. `windows` are token ids of shape (batch, window_length).
+        `slope` is the number by which the caller multiplies the loss before the backward pass (see `window_loss`)."""
         z_loss, end = self._config.training.z_loss, self._samples.document_end
         router_loss = router_loss_weight(self.model)
         with self.precision(), packing_known(end is not None):
             return window_loss(self.model, windows, end, z_loss, router_loss, slope, self.compiled_loss)
 
     def add_gradient(self, batch: NDArray[np.int64]) -> torch.Tensor:
-        """Add the gradient of this worker's piece of a batch to the parameters' gradients. Return the piece's part of
-        the batch's mean loss, a tensor on the device.
+        """Add the gradient of this worker's piece of a batch to the parameters' gradients. Return the part of the
+        batch's mean loss that this piece contributes, as a tensor on the device.
 
         FSDP2 averages the workers' gradients, so each worker multiplies its own by their number. This function does not
         wait for the device, unless the model does, so that the device is always busy.
@@ -445,7 +442,8 @@ class ModelReplica:
         end = self._samples.document_end
         predicted, tried_sizes = predicted_tokens(batch, end), self.tried_sizes
         losses = []
-        # Without this disabled outer autocast context, autocast would cast the weights again for each micro-batch.
+        # This outer context, although disabled, makes autocast keep its casts of the weights from one micro-batch to
+        # the next.
         with torch.autocast(self._team.device.type, enabled=False):
             for part, is_last in self._micro_batches(batch):
                 if self.reduces_once:
@@ -461,7 +459,8 @@ class ModelReplica:
         return torch.stack(losses).double().sum()
 
     def _micro_batches(self, batch: NDArray[np.int64]) -> Iterator[tuple[NDArray[np.int64], bool]]:
-        """Yield each micro-batch of this worker's piece of a batch, and True with the last one.
+        """Yield each micro-batch of this worker's piece of a batch, with True for the last one and False for the
+        others.
 
         All workers have the same number of parts, because each forward pass is a collective. Some parts may be empty;
         the caller then trains on other windows, which do not count.
@@ -473,15 +472,15 @@ class ModelReplica:
         own, largest = batch[self._team.piece(count)], self._team.largest_piece(count)
         size = self.micro_batch or largest
         rest = size if count == self._config.training.batch_size else self.uncompiled_micro_batch or size
-        filled = count // self._team.size // size * size  # windows of each worker in full micro-batches
+        filled = count // self._team.size // size * size  # number of each worker's windows in full micro-batches
         starts = [*range(0, filled, size), *range(filled, largest, rest)]
         for start, end in pairwise([*starts, largest]):
             yield own[start:end], end == largest
 
     @property
     def tried_sizes(self) -> tuple[int, ...]:
-        """The numbers of windows in the first and the last micro-batch of a whole batch, with which compiled blocks and
-        attention are tried. All workers have the same number of sizes."""
+        """The sizes, in windows, of a whole batch's first micro-batch and, if the batch has several, of its last.
+        Compiled blocks and attention are tried with these sizes. All workers have the same number of sizes."""
         batch_size = self._config.training.batch_size
         own, largest = self._team.piece(batch_size), self._team.largest_piece(batch_size)
         size = self.micro_batch or largest
@@ -491,8 +490,8 @@ class ModelReplica:
 
     @contextmanager
     def _as_tried(self, is_tried: bool) -> Iterator[None]:
-        """Inside the `with` block, let the model compute as in the trial if this number of windows was tried, else
-        uncompiled.
+        """Let the model compute inside the `with` block with compiled blocks and the chosen attention if a trial had
+        this number of windows (`is_tried`), otherwise uncompiled.
 
         The last batch of a lease may have any number of windows, and nothing should be compiled in the middle of
         training.
@@ -524,8 +523,8 @@ class ModelReplica:
         return trainable(self.model)
 
     def _rewarmup(self) -> float:
-        """Count an inner step. Return the factor of its learning rate, below 1 in the first steps with fresh
-        moments."""
+        """Count an inner step, and return the factor by which its learning rate is multiplied. The factor is below 1 in
+        the first steps with fresh moments."""
         steps = self._config.inner_optimizer.rewarmup_steps
         self._warmed_up = min(steps, (self._warmed_up or 0) + 1)
         return self._warmed_up / steps if steps else 1.0

@@ -23,7 +23,7 @@ NO_STEP = "its inner optimizer has not made a step"
 
 
 def header_of(tensors: Iterable[Parameter], metadata: Mapping[str, str]) -> bytes:
-    """Return the header of a moments file, which are all bytes before the first value."""
+    """Return the header of a moments file: all bytes that precede the first value."""
     content: dict[str, object] = {"__metadata__": dict(sorted(metadata.items()))}
     for tensor in tensors:
         bounds = [VALUE_BYTES * tensor.offset, VALUE_BYTES * (tensor.offset + tensor.size)]

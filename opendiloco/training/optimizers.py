@@ -45,7 +45,7 @@ from peers.values.workload import SnapshotError
 # matrices.
 UNUSABLE = frozenset({torch.optim.Optimizer, torch.optim.LBFGS, torch.optim.SparseAdam, torch.optim.Muon})
 UNSHARDABLE = (torch.optim.Adafactor, torch.optim.Rprop)
-# Options that run.toml sets elsewhere, or that change how a machine computes but not the result.
+# Options that a run sets by other names, or that change how a machine computes but not the result.
 RESERVED = frozenset({"params", "lr", "foreach", "fused", "capturable", "differentiable", "maximize"})
 
 FUSED_ON = {"cuda"}
@@ -58,8 +58,8 @@ Groups = list[dict[str, Any]]
 def build_inner_optimizer(
     model: torch.nn.Module, section: InnerOptimizerSection, kept: OptimizerState = "device"
 ) -> torch.optim.Optimizer:
-    """Return the run's inner optimizer over a model's trainable parameters. `kept` is the place of its state between
-    two steps.
+    """Return the run's inner optimizer over a model's trainable parameters. `kept` names the place where the optimizer
+    keeps its state between two steps.
 
     Each parameter group has its peak learning rate as `initial_lr`.
 
@@ -100,13 +100,13 @@ def build_inner_optimizer(
 
 
 def steps_without_waiting(optimizer: torch.optim.Optimizer) -> bool:
-    """Return True if `step_if` can make this optimizer skip a step. Only torch's fused AdamW can."""
+    """Return True if `step_if` works with this optimizer. It works only with torch's fused AdamW."""
     return type(optimizer) is torch.optim.AdamW and all(group["fused"] for group in optimizer.param_groups)
 
 
 def step_if(optimizer: Any, is_wanted: torch.Tensor) -> None:
-    """Take an optimizer step that changes nothing if `is_wanted`, a bool tensor on the device, is false. The host does
-    not wait for the tensor's value."""
+    """Take an optimizer step if `is_wanted`, a bool tensor on the device, is true; otherwise change nothing. The host
+    does not wait for the tensor's value."""
     optimizer.found_inf = (~is_wanted).float()  # torch's attribute; if it is 1, fused kernels write nothing
     optimizer.step()
     del optimizer.found_inf
@@ -119,8 +119,6 @@ def check_inner_optimizer(section: InnerOptimizerSection, kept: OptimizerState =
 
 
 def _groups(parameters: Sequence[torch.nn.Parameter], weight_decay: float, vectors_decay: bool = False) -> Groups:
-    """Return two parameter groups: parameters with two or more dimensions, with weight decay, and vectors, which have
-    weight decay if `vectors_decay`."""
     return [
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": weight_decay},
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": weight_decay * vectors_decay},
@@ -195,7 +193,6 @@ def _optimizer_class(name: str) -> Callable[..., torch.optim.Optimizer]:
 
 
 def _fits(value: Any, default: Any) -> bool:
-    """Return True if a value from run.toml has the type of an option's default value."""
     if isinstance(default, bool):
         return isinstance(value, bool)
     if isinstance(default, tuple):
@@ -204,7 +201,7 @@ def _fits(value: Any, default: Any) -> bool:
 
 
 class _JointOptimizer(torch.optim.Optimizer):
-    """Several optimizers of disjoint parameters as one optimizer with all their groups and state."""
+    """Joins several optimizers of disjoint parameters to one optimizer with all their parameter groups and state."""
 
     def __init__(self, parts: Sequence[torch.optim.Optimizer]) -> None:
         self.parts = parts
@@ -212,7 +209,6 @@ class _JointOptimizer(torch.optim.Optimizer):
         self._share()
 
     def step(self, closure: Any = None) -> Any:
-        """Take one step of each optimizer. `closure` is not called."""
         for part in self.parts:
             part.step()
 
@@ -246,7 +242,8 @@ class _Packed(NamedTuple):
 
     @classmethod
     def like(cls, tensor: torch.Tensor, kept: OptimizerState, is_signed: bool) -> _Packed:
-        """Return pieces with unset values for this worker's part of a tensor, stored in the place `kept`."""
+        """Return pieces, stored in the place `kept` and not initialised, for this worker's part of a tensor.
+        `is_signed` tells if the values may be negative."""
         count, device = local_part(tensor).numel(), tensor.device
         if kept == "host":
             is_pinned = device.type == "cuda"
@@ -272,12 +269,12 @@ class _Packed(NamedTuple):
         return tensor
 
     def _beside(self, tensor: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield each piece with the values of this worker's part of a tensor that belong in the piece."""
+        """Yield each piece, and the part of `tensor` whose values belong in that piece."""
         yield from zip(self.pieces, local_part(tensor).view(-1).split([*map(len, self.pieces)]), strict=True)
 
 
 def _powers_of_two(count: int) -> Iterator[int]:
-    """Yield sizes (numbers of values) that add up to `count`: powers of two, and a last one of less than a memory page.
+    """Yield numbers of values that add up to `count`: powers of two, then a rest of less than a memory page.
 
     Torch rounds pinned memory of other sizes up to a power of two, which could take up to twice as much.
     """
@@ -290,8 +287,8 @@ def _powers_of_two(count: int) -> Iterator[int]:
 
 
 class PackedOptimizer(torch.optim.Optimizer):
-    """A torch optimizer that keeps its state packed between two steps: in main memory ("host"), or AdamW's moments on
-    the device in 8 bits a value ("8bit"), in torchao's format.
+    """A torch optimizer that packs its state between two steps: "host" keeps the state in main memory; "8bit" keeps
+    AdamW's moments on the device with 8 bits a value, in torchao's format.
 
     Parameters step one by one on their device, each with its state unpacked. A step therefore needs memory for the
     state of the largest parameter. With "host" it gives the same bits as without packing.
@@ -323,8 +320,8 @@ def _whole(value: Any, parameter: torch.Tensor) -> Any:
 
 
 def _keep(state: dict[str, Any], key: str, value: Any, parameter: torch.Tensor, kept: OptimizerState) -> None:
-    """Store a value in a parameter's state: packed if `kept` is "host" or "8bit" and the value is as large as the
-    parameter, else unchanged."""
+    """Store a value in a parameter's state. If `kept` is "host" or "8bit" and the value is an fp32 tensor of the
+    parameter's shape, it is packed; otherwise it is stored unchanged."""
     is_large = isinstance(value, torch.Tensor) and value.shape == parameter.shape and value.dtype == torch.float32
     if kept == "device" or not is_large:
         state[key] = value
@@ -341,7 +338,8 @@ def kept_state(optimizer: torch.optim.Optimizer) -> OptimizerState:
 
 
 def _check_8bit(optimizer: torch.optim.Optimizer) -> None:
-    """Raise MachineError unless this optimizer's state can be kept in 8 bits a value: AdamW only, and with torchao."""
+    """Raise MachineError unless the optimizer is AdamW and torchao can be imported, because only torchao keeps moments
+    in 8 bits a value, and only AdamW's."""
     if not isinstance(optimizer, torch.optim.AdamW):
         raise MachineError(
             "--optimizer-state 8bit: only AdamW's moments can be kept in 8 bits; the run has another inner optimizer.",
@@ -364,8 +362,8 @@ def write_state(
     metadata: dict[str, str],
     has_room: bool = True,
 ) -> Callable[[], None]:
-    """Return a function that writes an optimizer's state, as of this call, to a file. Each worker writes its own rows,
-    and the first worker writes all other values.
+    """Return a function that writes an optimizer's state, as of this call, to a file. Each worker writes its rows of
+    the sharded tensors, and the first worker writes all other tensors.
 
     Training may go on before and during the call. The file has its full length at once, and no digest yet. Unless main
     memory `has_room` for a copy of the state, the state is written now and the returned function does nothing.
@@ -404,7 +402,7 @@ def read_state(
     shards: Shards,
     metadata: dict[str, str],
 ) -> Mapping[str, str]:
-    """Load an optimizer's state from a file whose metadata must include `metadata`. Return the file's whole metadata.
+    """Load an optimizer's state from a file, whose metadata must include `metadata`. Return all metadata of the file.
 
     Raises: SnapshotError, without a change, when the file is of another optimizer or model; OSError.
     """
@@ -439,11 +437,10 @@ def read_state(
 
 
 class _StateTensors(Mapping[str, torch.Tensor]):
-    """The tensors of an optimizer's state by their names in a file. A packed tensor is unpacked on each access, to save
-    memory."""
+    """A mapping from names in a file to the tensors of an optimizer's state. A packed tensor is unpacked on each
+    access, to save memory."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, parameters: Mapping[str, torch.Tensor]) -> None:
-        """Create the mapping of a state's tensors. Raises: SnapshotError when a file cannot hold one of them."""
         self._parameters = parameters
         self._values: dict[str, torch.Tensor | _Packed] = {}
         for name, parameter in parameters.items():
@@ -477,8 +474,8 @@ def _check_kept(key: str, value: object, parameter: torch.Tensor) -> None:
 
 
 def _ways(layout: Layout, parameters: Mapping[str, torch.Tensor], own: Shards, reads: bool) -> Iterator[Shards]:
-    """Yield the shards that copy the tensors in `layout` to or from a file: first for tensors sharded as their
-    parameters are, then for all others.
+    """Yield the `Shards` that copy the tensors in `layout` to or from a file: one for the tensors that are sharded as
+    their parameters are, then one for all others.
 
     The others are the same on all workers, so only the first worker writes them.
     """
@@ -493,7 +490,8 @@ def _ways(layout: Layout, parameters: Mapping[str, torch.Tensor], own: Shards, r
 
 
 def _created(path: Path, header: bytes, layout: Layout, rank: int) -> Vector:
-    """Return the values of a file as a writable memory map. Create the file unless another worker already has."""
+    """Create a file with space for all values, unless another worker has already created it. Return its values as a
+    writable memory map."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     try:
         os.posix_fallocate(descriptor, 0, len(header) + VALUE_BYTES * layout.size)

@@ -45,8 +45,8 @@ from peers.values.workload import Blocks, SnapshotError
 
 # Learning rate --------------------------------------------------------------------------------------------------------
 def learning_rate_factor(schedule: OuterScheduleSection, done: int, decayed: float | None = None) -> float:
-    """Return the learning rate, as a fraction of its peak, in the step that raises the count of steps or tokens to
-    `done` (at least 1).
+    """Return the learning rate, as a fraction of its peak, in the step after which `done` steps (or tokens) are done.
+    `done` is at least 1.
 
     Warmup rises linearly and reaches 1 at its last step. Decay reaches `final_fraction` at its last step, and stays
     there. `decayed` is the finished share of a decay that replaces the schedule's own.
@@ -89,14 +89,14 @@ PIECE = 1 << 20  # number of values checked at once, to use little memory
 
 
 class OuterState:
-    """The vectors theta and momentum, fp32 of shape (n,). theta is the caller's array, not a copy, so that it may lie
-    in shared memory."""
+    """Holds the vectors theta and momentum, fp32 of shape (n,), and applies outer steps to both. theta is the caller's
+    array, not a copy, so that it may lie in shared memory."""
 
     def __init__(
         self, theta: Vector, optimizer: OuterOptimizerSection, fragments: Sequence[slice] | None = None
     ) -> None:
-        """Create the state with a momentum of zeros. `fragments` are the slices of theta that are fragments; by default
-        all of theta is one fragment."""
+        """Create the state with a momentum of zeros. `fragments` has each fragment's slice of theta; by default all of
+        theta is one fragment."""
         self.theta = theta
         self.fragments = tuple(fragments or [slice(0, theta.size)])
         self.momentum: Vector = np.zeros_like(theta)
@@ -105,7 +105,7 @@ class OuterState:
     def apply(
         self, payload: kernels.Payload, index: int, fragment: int = 0, overrides: Overrides = NO_OVERRIDES
     ) -> None:
-        """Take outer step `index` of the run, counted from 0, of one fragment, with the average `payload`.
+        """Take outer step `index` of one fragment with the average in `payload`. Outer steps are counted from 0.
 
         The payload must be a whole one of the fragment, checked by `BlockCodec.checked`. `overrides` apply in this
         outer step.
@@ -116,7 +116,7 @@ class OuterState:
             kernels.outer_step(payload, theta, momentum, rate, coefficient)
             return
         kernels.gradient_step(payload, theta, rate)
-        if coefficient:  # add the average / mu: the last of `every` steps multiplies the sum by mu
+        if coefficient:  # add average / mu, because the last of `every` steps multiplies the momentum by mu
             kernels.accumulate(payload, 1 / coefficient, momentum)
 
     def learning_rate(self, index: int, overrides: Overrides = NO_OVERRIDES) -> float:
@@ -130,7 +130,6 @@ class OuterState:
         return self._optimizer.momentum if overrides.outer_momentum is None else overrides.outer_momentum
 
     def replace(self, theta: Vector, momentum: Vector) -> None:
-        """Copy another peer's theta and momentum into this state."""
         self.theta[:] = theta
         self.momentum[:] = momentum
 
@@ -150,16 +149,15 @@ class OuterState:
 
 
 class LocalState:
-    """This machine's outer state, which changes by the log's entries. A peer that only follows the run needs no other
-    state.
+    """This machine's outer state, to which the log's entries are applied. A peer that only follows the run needs no
+    other state.
 
     It implements `peers.values.workload.ReplicatedState`. Arithmetic runs in threads, so that the event loop never
     waits.
     """
 
     def __init__(self, theta: Vector, config: RunConfig, fragments: Sequence[slice] | None = None) -> None:
-        """Create the state with a momentum of zeros. Outer steps change `theta` in place. `fragments` are the slices of
-        theta that are fragments; by default all of theta is one fragment."""
+        """Create the state. `theta` and `fragments` are as in `OuterState`; outer steps change `theta` in place."""
         self.outer = OuterState(theta, config.outer_optimizer, fragments)
         self._config = config
         self.fragments = [BlockCodec.of(config.codec, part.stop - part.start) for part in self.outer.fragments]
@@ -186,7 +184,7 @@ class LocalState:
 
     async def restore(self, state: Blocks, state_digest: bytes) -> None:
         """Replace the state by a snapshot's bytes. Raises: SnapshotError, without changing the state, unless the bytes
-        are a finite state with this digest."""
+        have this digest and all values are finite."""
         await asyncio.to_thread(self._restore, state, state_digest)
 
     def _restore(self, state: Blocks, state_digest: bytes) -> None:
@@ -208,7 +206,8 @@ TILE_BLOCKS = 128
 class OuterStatistics:
     """Norms of an outer step: of the average, of this peer's own pseudo-gradient, and of the momentum after the step.
 
-    `cosine` is the cosine of the angle between the average and the peer's own. Both are NaN if the peer has none.
+    `cosine` is the cosine of the angle between the first two. Without a pseudo-gradient of this peer, it is NaN, and so
+    is `pseudo_gradient_norm`.
     """
 
     average_norm: float
@@ -253,8 +252,8 @@ class OuterStatistics:
 
 @dataclass(frozen=True)
 class OuterStepTaken:
-    """A finished outer step. `pause_seconds` is the time from the end of training to the new theta; NaN if training did
-    not pause."""
+    """A finished outer step. `pause_seconds` is the time from the end of training to the new theta, or NaN if training
+    did not pause."""
 
     index: int
     learning_rate: float
@@ -264,13 +263,14 @@ class OuterStepTaken:
 
 
 class Measuring:
-    """A measurer of outer steps, in the background. It reads the state's momentum and the `contributions`, one for each
-    fragment: await `finished` before changing them."""
+    """Measures outer steps in the background. It reads the state's momentum and the `contributions` (one for each
+    fragment), so callers must await `finished` before changing them."""
 
     def __init__(
         self, state: OuterState, contributions: Sequence[Callable[[], Payload]], trains_on: bool = False
     ) -> None:
-        """Create the measurer. With `trains_on`, workers train during outer steps, so there is no pause to measure."""
+        """Create the measurer. `contributions` return each fragment's newest payload. If workers train during outer
+        steps (`trains_on`), there is no pause to measure."""
         self.on_outer_step: Callable[[OuterStepTaken], None] | None = None
         """Called with each outer step once all of its fragments are measured."""
         self._state = state
@@ -282,7 +282,7 @@ class Measuring:
         self._measuring: asyncio.Task[None] | None = None
 
     def trained(self, fragment: int) -> None:
-        """Record the time at which this machine has trained a fragment for the next outer step."""
+        """Record that this machine has now trained a fragment for the next outer step."""
         self._trained_at[fragment] = time.monotonic()
 
     def forget(self) -> None:
@@ -290,7 +290,7 @@ class Measuring:
         self._trained_at.clear()
 
     def taken(self, average: Payload, index: int, fragment: int, keeps_work: bool, overrides: Overrides) -> None:
-        """Start to measure the outer step that a fragment has just taken, if `on_outer_step` is set to a function.
+        """Start to measure a fragment's outer step, which has just been taken, if `on_outer_step` is set to a function.
 
         If this machine `keeps_work` for a later cycle, the step does not include its contribution.
         """
@@ -314,12 +314,12 @@ class Measuring:
         self._measuring = asyncio.create_task(measure())
 
     async def finished(self) -> None:
-        """Wait until no measurement still reads the momentum and the contributions."""
+        """Wait until no measurement reads the momentum and the contributions any more."""
         if self._measuring is not None:
             await asyncio.wait([self._measuring])
             self._measuring = None
 
 
 def _dot(first: Vector, second: Vector) -> float:
-    """Return the dot product of two vectors, without BLAS, whose threads would compete with training."""
+    """Return the dot product of two vectors. BLAS is not used, because its threads would compete with training."""
     return float(np.einsum("i,i->", first, second))

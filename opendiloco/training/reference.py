@@ -111,7 +111,8 @@ class Participant:
     def take_part(
         self, work: Work, theta: Vector, tokens: int, overrides: Overrides, index: int, overlap: int, config: RunConfig
     ) -> None:
-        """Begin training on a lease, or continue it. A replica that was not in the previous cycle begins from `theta`.
+        """Begin to train the lease of `work`, or continue it. A replica that was not in the previous cycle begins from
+        `theta`.
 
         `tokens` is the number that the run has trained before the outer step in which the work begins, and `overrides`
         apply there.
@@ -134,7 +135,7 @@ class Participant:
         self.cycles.begin(steps.planned, steps.every(), overlap, goes_on, is_last)
 
     def bring(self, fragment: int) -> None:
-        """Take the inner steps that precede the store of a fragment."""
+        """Take the inner steps that come before the store of a fragment."""
         assert self.cycles.train_up_to(fragment, self.returned), "there are fewer inner steps than planned"
 
     def get_back(self, part: slice, theta: Vector) -> None:
@@ -154,7 +155,8 @@ class Participant:
 
 
 class StreamingDiLoCo:
-    """Streaming DiLoCo with replicas that `new_replica` makes, each when its name first appears in a roster."""
+    """Runs Streaming DiLoCo with replicas in this process. `new_replica` makes a replica when its name first appears in
+    a roster."""
 
     def __init__(
         self,
@@ -165,7 +167,8 @@ class StreamingDiLoCo:
         outer_optimizer: OuterOptimizer | None = None,
         codec: Codec | None = None,
     ) -> None:
-        """Create a run at its start. Outer steps change `theta` in place; it must have zeros in the layout's padding.
+        """Create a run at its start. `theta`, which outer steps change in place, must have zeros in the layout's
+        padding.
 
         A given outer optimizer replaces `config.outer_optimizer` and amendments. A given codec replaces `config.codec`
         except for its error feedback.
@@ -191,10 +194,9 @@ class StreamingDiLoCo:
                 self._optimizers.append((tensors, _made_by(outer_optimizer, tensors)))
 
     def outer_step(self, roster: Sequence[Work]) -> bytes:
-        """Take one outer step with the work of a roster. Return the state digest, whose bits depend on the roster's
-        order.
+        """Take one outer step with the work of a roster. Return the state digest, which depends on the roster's order.
 
-        Raises: IndexError for work that is older than any that counts.
+        Raises: IndexError for work older than `rounds.staleness` outer steps.
         """
         members = self.begin(roster)
         for fragment, part in enumerate(self.state.fragments):
@@ -204,7 +206,8 @@ class StreamingDiLoCo:
                 member.bring(fragment)
             if present:
                 self.synchronise(fragment, present)
-            for member in present:  # late members get the theta before this step, for which they did not wait
+            # Members with work of age > 0 did not wait for this step, so they get the theta before it.
+            for member in present:
                 member.get_back(part, before if member.work.age else self.state.theta[part])
         return self.end(present)
 
@@ -222,8 +225,8 @@ class StreamingDiLoCo:
         return members
 
     def end(self, members: Sequence[Participant]) -> bytes:
-        """End an outer step and the work of `members`, those that contribute its last fragment. Return the state
-        digest, or theta's digest alone if an outer optimizer was given."""
+        """End an outer step and the work of `members`, which contribute to its last fragment. Return the state digest,
+        or theta's digest alone if an outer optimizer was given."""
         for member in members:
             member.end(self.index)
         self.index += 1
@@ -231,8 +234,7 @@ class StreamingDiLoCo:
         return digest_of_state([self.state.theta.view(np.uint8).data]) if self._optimizers else self.state.digest()
 
     def synchronise(self, fragment: int, members: Sequence[Participant]) -> None:
-        """Average the members' pseudo-gradients of a fragment as the codec encodes them, and take the fragment's outer
-        step."""
+        """Average the members' pseudo-gradients of a fragment, after encoding, and take the fragment's outer step."""
         part = self.state.fragments[fragment]
         codec = self._codec_with(self._rounding.of_average(self.index, fragment))
         sent = [self._contribution(fragment, member) for member in members]
@@ -244,7 +246,7 @@ class StreamingDiLoCo:
         self._take_outer_step(fragment, average)
 
     def _contribution(self, fragment: int, member: Participant) -> Vector:
-        """Return a member's pseudo-gradient of a fragment, with error feedback, after encoding and decoding."""
+        """Return a member's pseudo-gradient of a fragment, with error feedback, as other members decode it."""
         part, format = self.state.fragments[fragment], member.work.format(fragment)
         local = np.empty_like(self.state.theta)
         member.cycles.store(local, fragment)
@@ -299,7 +301,6 @@ class StreamingDiLoCo:
             )
 
     def _tensors(self, flat: Vector, fragment: int) -> list[torch.Tensor]:
-        """Return views of a fragment's parameters in the vector `flat`, in the model's shapes."""
         parameters = self.layout.fragment(fragment)
         return [torch.from_numpy(flat[each.slice]).view(each.shape) for each in parameters]
 
@@ -316,7 +317,7 @@ class StreamingDiLoCo:
 
 
 class Reference(StreamingDiLoCo):
-    """A DiLoCo run with all its replicas in this process, each with its own inner optimizer."""
+    """A DiLoCo run with all its replicas in this process. Each replica has its own inner optimizer."""
 
     def __init__(
         self,
@@ -355,7 +356,6 @@ class Reference(StreamingDiLoCo):
 
     @property
     def _team(self) -> Team:
-        """The team that each replica uses: one worker, on the device that all replicas share."""
         return Team(next(self._judge.model.parameters()).device)
 
     def amend(self, amendments: Sequence[LoggedAmendment]) -> None:
@@ -378,11 +378,11 @@ class Reference(StreamingDiLoCo):
 
 # Arguments -----------------------------------------------------------------------------------------------------------
 class Codec(NamedTuple):
-    """A pair of functions: `encode` turns a float32 array into any object, `decode` turns that into an array of the
-    same shape.
+    """A pair of functions: `encode` turns a float32 array into any object, and `decode` turns this object into an array
+    of the same shape.
 
     If `encodes_average`, the average is encoded, too, as in a run. If the codec `is_sparse`, an average has zeros for
-    the values that it leaves out. With error feedback, members take back what they sent of those (see `Residual`).
+    the values that it leaves out. With error feedback, members add what they sent of these values to their errors.
     """
 
     encode: Callable[[Vector], Any]
@@ -416,7 +416,7 @@ class Codec(NamedTuple):
 
 
 def run_codec(format: kernels.Format, rounding: kernels.Rounding) -> Codec:
-    """Return the codec that encodes a payload in a run's format with this rounding."""
+    """Return the codec that encodes values like a run's payloads, in this format and with this rounding."""
 
     def encode(values: Vector) -> kernels.Payload:
         payload = kernels.Payload(format, values.size)
@@ -432,7 +432,7 @@ def run_codec(format: kernels.Format, rounding: kernels.Rounding) -> Codec:
 
 
 def _check_arguments(config: RunConfig, codec: object) -> None:
-    """Raise ArgumentError if the overlap is not less than the inner steps, or `codec` is not a Codec."""
+    """Raise ArgumentError unless the overlap is less than the number of inner steps, and `codec` is a Codec or None."""
     overlap, steps = config.streaming.overlap, config.training.inner_steps
     if overlap >= steps:
         raise ArgumentError(

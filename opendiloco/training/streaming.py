@@ -28,7 +28,7 @@ _ENDED = object()
 
 
 class Cycles:
-    """One replica's sequence of inner steps, stores and merges through cycles, by Algorithm 2 of arXiv 2501.18512.
+    """Decides when one replica takes inner steps, stores fragments and merges them, by Algorithm 2 of arXiv 2501.18512.
 
     The worker process and the one-process reference both use this class, so that they do the same at the same step.
 
@@ -54,13 +54,13 @@ class Cycles:
         fragments: int,
         streaming: StreamingSection,
     ) -> None:
-        """Create the sequence, before its first inner step. `store` and `merge` are methods of a `ModelReplica`."""
+        """Create the object. `store` and `merge` are methods of a `ModelReplica`."""
         self._store_weights, self._merge_theta = store, merge
         self._fragments = fragments
         self._alpha = streaming.mixing
         self._lead = streaming.overlap
         self._taken = 0  # number of inner steps taken in all cycles
-        self._due: dict[int, int] = {}  # by fragment: the count of inner steps (_taken) at which to merge the fragment
+        self._due: dict[int, int] = {}  # by fragment: the value of _taken at which to merge the fragment
 
     def begin(self, planned: int, steps: Iterator[object], overlap: int, goes_on: bool, is_last: bool) -> None:
         """Begin a cycle of `planned` inner steps. Each `next(steps)` takes one. `overlap` is in inner steps.
@@ -84,8 +84,8 @@ class Cycles:
         return has_come
 
     def store(self, local: Vector, fragment: int) -> None:
-        """Write a fragment's weights to `local` for averaging. The fragment is merged when the overlap, in inner steps,
-        is over."""
+        """Write a fragment's weights to `local` for averaging, and plan to merge the fragment when the overlap is
+        over."""
         self._store_weights(local, fragment)
         self._due[fragment] = self._taken + self._overlap
 
@@ -117,7 +117,8 @@ class Cycles:
 
 
 class FragmentWork:
-    """The peer process's work on one fragment, from a starting theta, its *base*, to an encoded payload.
+    """Encodes one fragment's pseudo-gradient in the peer process, and records if an outer step changes the fragment.
+    The *base* is the theta from which the pseudo-gradient is computed.
 
     The base is usually the present theta. A copy is made only when an outer step is taken before the work is encoded,
     which is one that others have made without this peer. In a run that streams, the base is kept after encoding
@@ -143,7 +144,7 @@ class FragmentWork:
     def __init__(
         self, theta: Vector, local: Vector, codec: BlockCodec, residual: Residual, outlives_encoding: bool
     ) -> None:
-        """Create work from the present theta. `theta` and `local` are the fragment's slices of the run's vectors."""
+        """Make the present theta the base. `theta` and `local` are the fragment's slices of the run's vectors."""
         self.theta = theta
         self.local = local
         self.codec = codec
@@ -153,7 +154,7 @@ class FragmentWork:
         self.residual = residual
         self._outlives_encoding = outlives_encoding
         self._copy: Vector | None = None  # a copy of the base, if theta has changed since the work began
-        self._is_base_needed = True  # False after the trained weights are encoded, unless the work outlives encoding
+        self._is_base_needed = True  # False once the trained weights are encoded and the next work has a new base
         self.begin_training(from_theta=True)
 
     def begin_training(self, from_theta: bool) -> None:
@@ -161,12 +162,12 @@ class FragmentWork:
         if from_theta:
             self.begin()
         self.is_read = False  # True once this peer's contribution is encoded
-        self.is_encoded = False  # True once the stored fragment is encoded, even if the workers are lost later
-        self.is_changed: bool | None = None  # whether an outer step has changed the fragment; None: undecided
+        self.is_encoded = False  # True after the first store; stores by replacements of lost workers are not encoded
+        self.is_changed: bool | None = None  # True: an outer step has changed the fragment; None: undecided
         self.begin_again()
 
     def begin_again(self) -> None:
-        """Reset the progress of workers that were lost. Their replacements train the same lease again."""
+        """Mark the fragment as not stored, because workers were lost. Their replacements train the same lease again."""
         self.is_stored = self.is_handed_over = False
 
     @property
@@ -179,7 +180,7 @@ class FragmentWork:
         self._copy, self._is_base_needed = None, True
 
     def keep_base(self) -> None:
-        """Copy the base, if still needed, because theta is about to change."""
+        """Copy the base if it is still needed, because theta is about to change."""
         if self._copy is None and self._is_base_needed:
             self._copy = self.theta.copy()
 
@@ -199,7 +200,7 @@ class FragmentWork:
             quantize_difference(self.base, self.local, self.payload, rounding, self.residual.to_add(format, folder))
         except NonFiniteError as error:
             raise WorkerError(f"the trained weights are unusable: {error.message}", error.remedy) from error
-        if not self._outlives_encoding:  # the next pseudo-gradient has a new base
+        if not self._outlives_encoding:  # the next pseudo-gradient has a new base, so this one is no longer needed
             self._copy, self._is_base_needed = None, False
 
     def decide(self, is_changed: bool) -> bool:

@@ -49,9 +49,10 @@ def choose_device(wanted: str) -> torch.device:
         wanted = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         device = torch.device(wanted)
-        torch.zeros(1, device=device).add_(1).item()  # runs a kernel: allocation alone works on unsupported GPUs
+        # Run a kernel, because on an unsupported GPU an allocation alone works.
+        torch.zeros(1, device=device).add_(1).item()
         if device.index is not None:
-            torch.cuda.set_device(device)  # the default GPU for allocations without a device
+            torch.cuda.set_device(device)  # tensors that are created without a device are on this GPU
     except (RuntimeError, AssertionError) as error:
         raise _cannot_be_used(wanted, first_line(error)) from error
     return device
@@ -98,7 +99,7 @@ def has_fast_fp16(device: torch.device) -> bool:
 
 
 def forget_peak_memory(device: torch.device) -> None:
-    """Reset the peak of a GPU that `peak_memory` returns. The CPU's peak cannot be reset."""
+    """Reset a GPU's peak memory, which `peak_memory` returns. The CPU's peak cannot be reset."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
 
@@ -122,8 +123,8 @@ and writes those of a large model, and NCCL's default limit is ten minutes. Dead
 
 
 class Team:
-    """Worker `rank`, from 0, of a volunteer's `size` workers. A worker without a mesh is alone: it has the unsharded
-    model and no process group.
+    """Worker `rank` (counted from 0) of a volunteer's `size` workers, and its communication with the others. Without a
+    mesh, the worker is alone: it has the unsharded model and no process group.
 
     The workers form equal groups of consecutive ranks, `replicas` of them. Each group has the whole model, cut into as
     many `shards` as it has workers; this worker has number `shard`. Where a run asks for bf16, they compute in `half`:
@@ -180,7 +181,8 @@ class Team:
 
     @property
     def is_in_first_replica(self) -> bool:
-        """True if this worker must write out its shard. Workers of other replicas have equal shards, and write none."""
+        """True if this worker must write out its shard. Workers of other replicas have equal shards, and write
+        nothing."""
         return self.rank < self.shards
 
     def piece(self, count: int) -> slice:
@@ -205,7 +207,8 @@ class Team:
         return [float(value) for value in self.sums_on_device(values).tolist()]
 
     def sums_on_device(self, values: Sequence[Value]) -> torch.Tensor:
-        """Return the sums that `sums` returns as an fp64 vector on the device, without waiting for the device."""
+        """Return the sums that `sums` returns, but as an fp64 vector on the device, so that this process does not wait
+        for the device."""
         return reduce(torch.add, self._gather(values))
 
     def smallest(self, value: int) -> int:
@@ -230,8 +233,8 @@ class Team:
         return gathered
 
     def _on_device(self, value: Value) -> torch.Tensor:
-        """Return a number or tensor as an fp64 tensor on the device. A number is filled in, because a copy would wait
-        for the device."""
+        """Return a number or tensor as an fp64 tensor on the device. A number is filled in on the device, because
+        copying it there would wait for the device."""
         if isinstance(value, torch.Tensor):
             return value.to(self.device, torch.float64)
         return torch.full((), float(value), dtype=torch.float64, device=self.device)

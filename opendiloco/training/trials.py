@@ -1,5 +1,5 @@
-"""Trials before training, so that training does not fail: of compiled blocks, of attention, and of the micro-batch's
-size.
+"""Trials of compiled blocks, of attention and of the micro-batch's size. They run before training, so that training
+does not fail.
 
 Workers that share a model wait for each other at each of its blocks. If a trial fails on one worker, that worker must
 therefore not leave the pass. It continues from the same block without the tried feature, and all workers compare their
@@ -72,8 +72,8 @@ class _Trial:
             return float(self._replica.loss(windows))
 
     def _tried(self, block: Any) -> Callable[..., Any]:
-        """Return a forward pass of a block that also tries a backward pass. After the first error, the block computes
-        uncompiled."""
+        """Return a function that replaces a block's forward pass and also tries a backward pass. After the first error,
+        the block computes uncompiled."""
         forward, plain = block.forward, partial(type(block).forward, block)
 
         def computed(*arguments: Any, **options: Any) -> Any:
@@ -92,8 +92,8 @@ class _Trial:
         return computed
 
     def _attending(self, model: Any) -> Callable[..., Any]:
-        """Return the model's forward pass with the tried attention. If that fails before the first block, the model's
-        own attention is used."""
+        """Return a function that replaces the model's forward pass and uses the tried attention. If that fails before
+        the first block, the model's own attention is used."""
         forward = model.forward
 
         def computed(*arguments: Any, **options: Any) -> Any:
@@ -110,7 +110,8 @@ class _Trial:
 
 
 def _trained(block: Any, forward: Callable[..., Any], arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
-    """Return a block's output, without gradients, after a backward pass through this block alone.
+    """Run a forward pass and a backward pass of one transformer block, discard the gradients, and return the block's
+    output, detached.
 
     It waits for no other worker: FSDP2 has gathered the block's weights, and is not informed of the gradients.
     """
@@ -145,14 +146,14 @@ def attending_by(model: Any, attention: str | None) -> Iterator[None]:
 
 
 def _trial_windows(replica: ModelReplica, device: torch.device) -> list[torch.Tensor]:
-    """Return batches of token ids of the replica's `tried_sizes`, for which blocks are compiled. All workers get the
-    same number of batches."""
+    """Return one batch of token ids for each size in the replica's `tried_sizes`."""
     ids = torch.arange(replica.window_length, device=device).remainder(replica.model.config.vocab_size)
     return [ids.repeat(windows, 1) for windows in replica.tried_sizes]
 
 
 def compile_blocks(model: Any) -> None:
-    """Compile the forward pass of each transformer block. A model that is to be sharded must be sharded before.
+    """Compile the forward pass of each transformer block. If a model is to be sharded, it must be sharded before this
+    call.
 
     FSDP2 gives a block another class, whose forward is the one that checkpoints activations. A forward bound before
     that checkpoints nothing.
@@ -200,8 +201,8 @@ def keep_compiled_if_it_works(replica: ModelReplica, team: Team, cache: Path | N
 
 
 def _tried_twice(team: Team, cache: Path | None, attempt: Callable[[], Exception | None]) -> str:
-    """Try to compile, twice if necessary. Return the reason why compiling fails on any worker, or an empty string. All
-    workers must call this together.
+    """Call `attempt`, which tries to compile, and if necessary call it again with an empty cache. Return the reason why
+    compiling fails on any worker, or an empty string. All workers must call this together.
 
     A killed compiler may have left a library in the cache that cannot be loaded. A failed attempt is therefore repeated
     once with an empty cache.
@@ -227,7 +228,6 @@ def _works(team: Team, error: Exception | None) -> bool:
 
 
 def _empty(folder: Path) -> None:
-    """Delete the content of a folder, as far as the system allows."""
     with suppress(OSError):
         for path in folder.iterdir():
             if path.is_dir() and not path.is_symlink():
@@ -273,15 +273,16 @@ def document_attention(replica: ModelReplica, team: Team, end: int, cache: Path 
 
 
 class _OtherLossError(Exception):
-    """The error of flex attention that can be compiled but gives another loss than the model's own attention."""
+    """Flex attention compiles, but gives another loss than the model's own attention."""
 
 
 def _problem_with_flex(replica: ModelReplica, device: torch.device, end: int) -> Exception | None:
-    """Return the error why flex attention cannot train on windows with two documents, or None if it can."""
+    """Try flex attention on windows with two documents each. Return the error if training cannot use flex attention,
+    else None."""
     trial, wrong = _Trial(replica, FLEX), None
     for windows in _trial_windows(replica, device):  # no break: all workers must make equally many passes
         windows[:, windows.shape[1] // 2] = end
-        with torch.no_grad(), torch.compiler.set_stance("force_eager"):  # the blocks are compiled for training only
+        with torch.no_grad(), torch.compiler.set_stance("force_eager"):  # the blocks are compiled only for training
             expected = float(replica.loss(windows))
         found = trial.loss(windows)
         if not math.isclose(found, expected, rel_tol=TOLERANCE):
@@ -299,8 +300,8 @@ times the size of the tensors, and 3.6 times with activation checkpointing.
 
 
 def fixed_and_each(one: int, two: int) -> tuple[int, int]:
-    """Return the bytes that do not depend on the number of windows, and the bytes for each window, from the memory of
-    one window and of two.
+    """Return the number of bytes that do not depend on the number of windows, and the number for each window. `one` and
+    `two` are the bytes that one and two windows use.
 
     The fixed bytes are for example the weights in bf16, or FSDP2's gathered weights.
     """
@@ -309,8 +310,8 @@ def fixed_and_each(one: int, two: int) -> tuple[int, int]:
 
 
 def fitting_micro_batch(replica: ModelReplica, piece: int, team: Team, trains: bool = True) -> int:
-    """Return the number of windows that fit in memory, from 1 to `piece` and the same on all workers, which must call
-    this together."""
+    """Return the number of windows that fit in memory: from 1 to `piece`, the same on all workers. All workers must
+    call this together. Without `trains`, there is no backward pass."""
     if piece == 1:
         return 1  # no smaller micro-batch exists
     with trying(replica, team, trains) as taken:
@@ -345,7 +346,8 @@ other programs."""
 
 
 def enlarge_micro_batch(replica: ModelReplica, batch_size: int, team: Team) -> bool:
-    """Raise the micro-batch if more windows fit, measured in real training: compiled, with the chosen attention.
+    """Raise the micro-batch if more windows fit in memory. This is measured in real training passes, with compiled
+    blocks and the chosen attention.
 
     Return False if a larger one was tried and does not work; the caller must then compile for the old size again. Only
     a single worker tries this. A worker that ran out of memory in a shared pass would leave the others waiting.
@@ -360,7 +362,7 @@ def enlarge_micro_batch(replica: ModelReplica, batch_size: int, team: Team) -> b
         replica.micro_batch = more
         torch.compiler.reset()  # otherwise torch would compile the second size for any size, which is slower
         fitting = _fitting_as_trained(replica, batch_size, more, team)
-        if fitting < more:  # the pass failed, or leaves no memory for moments
+        if fitting < more:  # the pass failed, or there is no memory left for moments
             replica.micro_batch = proven
             torch.compiler.reset()
             gc.collect()  # free the memory of a failed pass
@@ -370,8 +372,8 @@ def enlarge_micro_batch(replica: ModelReplica, batch_size: int, team: Team) -> b
 
 
 def _evenly(fitting: int, batch_size: int) -> int:
-    """Return the number of windows in a part when a batch is cut into as few equal parts as possible, of at most
-    `fitting` windows."""
+    """Cut a batch into as few equal parts as possible, each of at most `fitting` windows. Return the number of windows
+    in a part, or 0 if `fitting` is 0."""
     return math.ceil(batch_size / math.ceil(batch_size / fitting)) if fitting else 0
 
 
@@ -385,7 +387,7 @@ def _fitting_as_trained(replica: ModelReplica, batch_size: int, at_once: int, te
     batch = np.tile(ids, (min(2 * at_once, batch_size), 1))
     try:
         with torch.random.fork_rng([team.device] if team.device.type == "cuda" else []):
-            replica.add_gradient(batch)  # first pass: libraries allocate memory and keep it
+            replica.add_gradient(batch)  # not measured: libraries allocate memory and keep it
             replica.model.zero_grad(set_to_none=True)
             room = _free_memory(team) - _taken_later(replica, team, trains=True)
             peak = peak_while(lambda: replica.add_gradient(batch), team.device)
@@ -399,8 +401,8 @@ def _fitting_as_trained(replica: ModelReplica, batch_size: int, at_once: int, te
 
 
 def _taken_later(replica: ModelReplica, team: Team, trains: bool) -> int:
-    """Return this worker's share of the bytes that are allocated after the trial: moments if the replica `trains`, and
-    in main memory also the peer process's bytes."""
+    """Return the number of bytes that this worker will allocate after the trial: for moments if the replica `trains`,
+    and on the CPU also this worker's share of the peer process's memory."""
     trained, kept = replica.layout.size * trains // team.shards, replica.optimizer_state
     moments = moments_bytes(trained, kept)
     if team.device.type != "cpu":
@@ -412,8 +414,8 @@ def _taken_later(replica: ModelReplica, team: Team, trains: bool) -> int:
 
 @contextmanager
 def trying(replica: ModelReplica, team: Team, trains: bool = True) -> Iterator[Callable[[int], int]]:
-    """Yield a function that returns the peak memory in bytes of a number of windows: forward and backward, or without
-    `trains` only forward.
+    """Yield a function that runs a forward pass of a number of windows, and with `trains` a backward pass, and returns
+    the peak of its memory in bytes.
 
     The weights have gradients during the measurement, as they do after a batch's first windows. Afterwards the replica
     is as before.
@@ -445,7 +447,7 @@ def _free_memory(team: Team) -> int:
 
 
 def peak_while(work: Callable[[], object], device: torch.device) -> int:
-    """Call `work`, and return the peak of the bytes of tensors that it allocates on this device."""
+    """Call `work`, and return the peak of the total size, in bytes, of the tensors that it allocates on this device."""
     if device.type == "cuda":
         forget_peak_memory(device)
         before: int = torch.cuda.memory_allocated(device)
@@ -458,8 +460,8 @@ def peak_while(work: Callable[[], object], device: torch.device) -> int:
 
 
 class _Noticing(TorchDispatchMode):
-    """A meter of the peak bytes of tensors that operations return. Memory that an operation uses internally is not
-    counted."""
+    """Measures the peak of the total size, in bytes, of the tensors that operations return. Memory that an operation
+    uses internally is not counted."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

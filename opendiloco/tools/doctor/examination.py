@@ -1,5 +1,5 @@
-"""The doctor's examination of this machine: runs all checks in the order of their dependencies. With an invite, it adds
-the checks for that run."""
+"""The doctor's examination of this machine, which makes all checks in the order of their dependencies. With an invite,
+it adds the checks for that run."""
 
 from __future__ import annotations
 
@@ -72,8 +72,8 @@ LATENCY = 0.05
 
 @dataclass(frozen=True)
 class _Speed:
-    """The training speed in tokens a second, measured over `steps` inner steps (0: estimated). `uncompiled` is the
-    reason why training is not compiled although it should be; empty: there is none."""
+    """The training speed in tokens a second, measured over `steps` inner steps, or estimated if `steps` is 0.
+    `uncompiled` is the reason why training is not compiled although it should be, or empty."""
 
     tokens_per_second: float
     steps: int
@@ -121,7 +121,8 @@ def _check_speed(speed: _Speed | None, why_not: str = "") -> Finding:
 def _check_round(
     plan: Plan, is_supposed: bool, is_measured: bool, monthly: tuple[float | None, float | None] = (None, None)
 ) -> Finding:
-    """Return the finding on a round with this machine, the first peer of `plan`: its duration and its traffic.
+    """Return the finding on the duration and the traffic of a round with this machine, which is the first peer of
+    `plan`.
 
     `is_supposed`: the run has no other peers, and the plan assumes one like this machine. `is_measured`: this machine's
     speed was measured, so a machine that is too slow is a failure, not a warning. `monthly` are the owner's limits in
@@ -206,8 +207,8 @@ def _estimated_speed(needs: Needs, gpus: Sequence[Gpu]) -> _Speed | None:
 
 
 async def _measured_speed(config: RunConfig, options: WorkerOptions) -> _Speed | None:
-    """Train a few inner steps as `join` would, drop the result, and return the speed; None if no step ends in time.
-    Raises: DilocoPeerError if this machine cannot train in the run."""
+    """Train a few inner steps as `join` would, discard the result, and return the speed, or None if no step ends in
+    time. Raises: DilocoPeerError if this machine cannot train in the run."""
     from opendiloco.workers.group import WorkerGroup
 
     training = config.training
@@ -236,8 +237,8 @@ async def _measured_speed(config: RunConfig, options: WorkerOptions) -> _Speed |
 
 
 def _speed_of(times: Sequence[float], reports: Sequence[Progress], tokens_per_step: int) -> _Speed | None:
-    """Return the mean speed of the inner steps that ended at these times (seconds), without the first; if only one step
-    ended, the speed in its report; None if that is 0 or no step ended."""
+    """Return the mean speed of the inner steps, which ended at these times (in seconds), without the first step. If
+    only one step ended, return the speed in its report. Return None if that is 0 or no step ended."""
     if len(times) > 1 and times[-1] > times[0]:
         return _Speed((len(times) - 1) * tokens_per_step / (times[-1] - times[0]), len(times) - 1)
     return _Speed(reports[0].tokens_per_second, 1) if reports and reports[0].tokens_per_second > 0 else None
@@ -262,7 +263,7 @@ def _plan_among(
 
 
 class Examination:
-    """The examination of this machine for a `join` with these settings and this key.
+    """Examines this machine for a `join` with these settings and this key.
 
     Without an invite it covers the machine and the bootstrap nodes that the settings name. Without `tries`, it does not
     train. `report` receives each finding, and `at` the present activity.
@@ -315,8 +316,8 @@ class Examination:
         return self._findings
 
     def _skip_until(self, end: str | None, why: str) -> None:
-        """Report each check before the check `end` that has no finding yet as skipped, with the reason `why`. If `end`
-        is None, report all checks that have no finding."""
+        """Report the checks before the check `end` (None: all checks) that have no finding yet as skipped, with the
+        reason `why`."""
         for name in CHECKS:
             if name == end:
                 break
@@ -372,15 +373,15 @@ class Examination:
         self._report(check_bandwidth(self._bandwidth))
 
     async def _find(self, transport: HivemindTransport, run_id: str) -> Run | None:
-        """Look up the run, report the findings on it, and return it with this machine's files; None if no node knows
-        the run, or if the settings do not name its model or tokenizer files."""
+        """Look up the run, report the findings on it, and return it with this machine's files. Return None if no node
+        knows the run, or if the settings do not name its model or tokenizer files."""
         try:
             run = await find_run(transport, run_id)
         except DilocoPeerError as error:
             self._report(failed_with("run", error))
             return None
         folder = None if self._ticket else RunFolder.at(run.run_id, self._key.peer_id, self._settings.state)
-        try:  # `join` enters the run in the same way: with the given ticket, or else with a stored one
+        try:  # enter as `join` does, with the given ticket, or else with a stored one
             entered = await enter(transport, run, self._key, self._addresses, folder, self._ticket)
             found = "the run is open to all" if entered is None else "the run accepts the ticket"
             admission = passed("admission", found)
@@ -426,7 +427,7 @@ class Examination:
         self._report(_check_round(plan, is_supposed=not others, is_measured=bool(speed.steps), monthly=limits))
 
     def _gpus(self, torch: Torch | None) -> tuple[Gpu, ...]:
-        """Return the GPUs on which `join` would train; empty if it would train on the CPU. Raises: MachineError."""
+        """Return the GPUs on which `join` would train, or none if it would train on the CPU. Raises: MachineError."""
         present = (torch.gpus if torch else None) or ()
         devices = choose_devices(self._settings.workers, len(present))
         if devices[0] == "cpu":
@@ -435,7 +436,7 @@ class Examination:
         return tuple(present[number] for number in numbers if number < len(present))
 
     async def _examine_speed(self, config: RunConfig, needs: Needs, gpus: Sequence[Gpu]) -> _Speed | None:
-        """Measure the training speed in a trial, or estimate the speed if no trial is possible; report and return it.
+        """Measure the training speed in a trial, or estimate it if no trial is possible. Report and return the speed.
         Return None if the speed remains unknown."""
         why = ""
         if self._tries and self._has_volunteer:

@@ -46,8 +46,8 @@ LIMITED = 0.6
 
 # The quick checks of `join` ------------------------------------------------------------------------------------------
 def check_quickly(state: Path | None, options: WorkerOptions) -> None:
-    """Log warnings about this machine, without importing torch unless a GPU's driver seems too old. The run's needs of
-    memory and disk are not checked. Raises: MachineError for a problem that prevents training."""
+    """Log warnings about this machine. Import torch only if a GPU's driver seems too old, and do not check the run's
+    needs of memory and disk. Raises: MachineError for a problem that prevents training."""
     torch, cards = installed_torch(), _cards_for(options)
     if torch is not None and cards.are_reachable and cards.are_too_old_for(torch.platform):
         torch = probed_torch(torch)  # tries the GPU, since NVIDIA's compatibility package may make an old driver usable
@@ -95,7 +95,7 @@ def _check_python() -> Finding:
 
 
 def _check_torch(torch: Torch | None, cards: Cards, optimizer_state: OptimizerState = "device") -> Finding:
-    """Check that torch is installed and, on a machine with GPUs, built for GPUs; and that torchao is installed if
+    """Check that torch is installed and, on a machine with GPUs, built for GPUs. Check that torchao is installed if
     `optimizer_state` needs it."""
     if torch is None:
         return failed("torch", "torch is not installed", "Install it into this environment: pip install torch")
@@ -134,7 +134,7 @@ def _check_gpu(torch: Torch | None, cards: Cards, device: str = "auto") -> Findi
         remedy = "Install NVIDIA's driver; start a container with --gpus all."
         return (failed if wants_gpu else warned)("gpu", found, remedy, gpus=0)
     found, remedy = cards.hidden_from(torch.version, torch.platform, torch.error)
-    is_chosen = torch.platform is None and not wants_gpu  # a CPU build suits an owner who wants no GPU
+    is_chosen = torch.platform is None and not wants_gpu  # a torch for CPUs suits an owner who wants no GPU
     return (warned if is_chosen else failed)("gpu", found, remedy, gpus=0)
 
 
@@ -158,8 +158,8 @@ def _check_compiler(has_gpu: bool) -> Finding:
 
 
 def _check_shm(gpus: int) -> Finding:
-    """Check the free space in /dev/shm, which NCCL needs for several GPUs. The project's own shared memory has no file
-    in it."""
+    """Check the free space in /dev/shm, which NCCL needs for several GPUs. The project's own shared memory uses no file
+    there."""
     free = _free_shm()
     found = "there is no /dev/shm" if free is None else f"{in_words(free)} free in /dev/shm"
     if gpus < 2:
@@ -204,7 +204,7 @@ def _check_power(gpus: Sequence[GpuState]) -> Finding:
 
 
 def check_kernels() -> Finding:
-    """Compare the C kernels' results with the reference, and measure their speed, in about two seconds."""
+    """Compare the results of the C kernels' instruction sets, and measure the kernels' speed, in about two seconds."""
     try:
         from opendiloco import kernels
 
@@ -275,8 +275,8 @@ def check_disk(state: Path | None, needs: Needs | None = None) -> Finding:
 
 # Readings -------------------------------------------------------------------------------------------------------------
 def _gpus_in_use(torch: Torch | None, options: WorkerOptions) -> int:
-    """Return the number of GPUs on which `join` would train. If torch was not tested on the GPUs, count the GPUs on the
-    machine's buses, or 0 if torch is built for CPUs only."""
+    """Return the number of GPUs on which `join` would train. If torch was not tested on the GPUs, all GPUs on the
+    machine's buses count, or none if torch is built for CPUs only."""
     if torch is None or options.device == "cpu":
         return 0
     cards = len(read_cards().names) if torch.platform else 0
@@ -286,7 +286,6 @@ def _gpus_in_use(torch: Torch | None, options: WorkerOptions) -> int:
 
 
 def _cards_for(options: WorkerOptions) -> Cards:
-    """Return the GPUs found on the machine's buses; none if the owner has chosen the CPU."""
     return Cards() if options.device == "cpu" else read_cards()
 
 

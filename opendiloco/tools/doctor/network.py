@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 LOOPBACK = ("/ip4/127.0.0.1/tcp/0",)
 ASKED_NODES = 4  # number of bootstrap nodes that are asked to dial this machine back
-CLOCK_TRIES = 3  # requests for a bootstrap node's time, of which the fastest answer counts
+CLOCK_TRIES = 3  # number of requests for a bootstrap node's time; the fastest answer counts
 CALL_SECONDS = 10.0  # limit in seconds for a bootstrap node's answer
 MAPPING_SECONDS = 6.0  # limit in seconds for a router to open a port
 LINK_SECONDS = 20.0  # limit in seconds for finding paths to the peers
@@ -53,8 +53,8 @@ OPEN_A_PORT = "Turn on UPnP or NAT-PMP in the router, open a TCP port in it and 
 
 @dataclass(frozen=True)
 class Node:
-    """A bootstrap node. `seconds` is the round-trip time; `ahead` is how many seconds its clock is ahead of this
-    machine's, ± half of the round trip. Both are None if unknown."""
+    """A bootstrap node. `seconds` is the round-trip time; `ahead` is the number of seconds by which its clock is ahead
+    of this machine's, exact to half of the round trip. Both are None if unknown."""
 
     address: str
     answers: bool
@@ -64,9 +64,9 @@ class Node:
 
 @dataclass(frozen=True)
 class _DialledBack:
-    """A bootstrap node's view of this machine, which it sees at the address `seen_at`. `port` is a data port of this
-    machine, `open_port` a data port that the node could dial, or None. `keeps_ports`: the router kept a connection's
-    port number."""
+    """A bootstrap node's answer about this machine. `seen_at` is the machine's address as the node sees it, `port` a
+    data port of the machine, `open_port` a data port that the node could dial, or None. `keeps_ports` is True if the
+    router kept a connection's port number."""
 
     seen_at: str
     port: int
@@ -135,8 +135,8 @@ def check_ipv6() -> Finding:
 
 
 def check_bootstrap(nodes: Sequence[Node], error: DilocoPeerError | None) -> Finding:
-    """Return the finding on the bootstrap nodes. `error` is the reason why this machine could not enter the swarm, even
-    if a node answers; None: it could."""
+    """Return the finding on the bootstrap nodes. `error` is the reason why this machine could not enter the swarm, or
+    None if it could. Nodes may answer in both cases."""
     silent = [node.address for node in nodes if not node.answers]
     values = {"nodes": len(nodes), "answering": len(nodes) - len(silent)}
     if error is not None:
@@ -150,8 +150,8 @@ def check_bootstrap(nodes: Sequence[Node], error: DilocoPeerError | None) -> Fin
 
 
 def check_clock(nodes: Sequence[Node]) -> Finding:
-    """Compare this machine's clock with that of the bootstrap node that answered fastest: its value is the most
-    exact."""
+    """Compare this machine's clock with a bootstrap node's. The node that answered fastest is chosen, because its time
+    is the most exact."""
     measured = [(node.seconds, node.ahead) for node in nodes if node.seconds is not None and node.ahead is not None]
     if not measured:
         return skipped("clock", "no bootstrap node has given its time")
@@ -166,7 +166,7 @@ def check_clock(nodes: Sequence[Node]) -> Finding:
 
 
 async def check_reach(transport: HivemindTransport, nodes: Sequence[Node]) -> Finding:
-    """Check how other peers reach this machine: bootstrap nodes dial it back."""
+    """Find out how other peers can reach this machine, by asking bootstrap nodes to dial it."""
     seen = await _dialled_back(transport, [node.address for node in nodes])
     if not seen:
         if not any(node.answers for node in nodes):
@@ -224,14 +224,14 @@ def check_bandwidth(bandwidth: Bandwidth | None) -> Finding:
 
 # Bootstrap nodes and peers --------------------------------------------------------------------------------------------
 async def answering_nodes(addresses: Sequence[str]) -> list[Node]:
-    """Return a node for each address, with `answers` True if it answers. An address that is not plain TCP cannot be
-    tested, and counts as answering."""
+    """Return a Node for each address, with `answers` True if the node answers there. An address that is not plain TCP
+    cannot be tested, and counts as answering."""
     answering = await which_answer(addresses)
     return [Node(address, address in answering or endpoint(address) is None) for address in addresses]
 
 
 async def with_clock(transport: HivemindTransport, node: Node) -> Node:
-    """Return the node with its measured round-trip time and clock; unchanged if it does not answer."""
+    """Return the node with its measured round-trip time and clock, or unchanged if it does not answer."""
     measured = []
     with suppress(PeerUnreachableError):
         for _ in range(CLOCK_TRIES if node.answers else 0):
@@ -241,8 +241,8 @@ async def with_clock(transport: HivemindTransport, node: Node) -> Node:
 
 
 async def _dialled_back(transport: HivemindTransport, addresses: Sequence[str]) -> list[_DialledBack]:
-    """Ask bootstrap nodes to dial this machine's data ports, and return their views of this machine. Wait up to
-    `MAPPING_SECONDS` for the router to open a port."""
+    """Ask bootstrap nodes to dial this machine's data ports, and return their answers. Wait up to `MAPPING_SECONDS` for
+    the router to open a port."""
     places = [place for address in addresses[:ASKED_NODES] if (place := await _data_place(transport, address))]
     waits = is_behind_nat() and not all(map(is_loopback, map(host_of, addresses)))
     end = time.monotonic() + (MAPPING_SECONDS if waits else 0.0)
