@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from tests.opendiloco.conftest import write_corpus
-from tests.swarm.cli_processes import LOCAL_NETWORK, LOOPBACK, Finished, Site, create_run, eventually
-from tests.swarm.networks import NetworkError, network
+from tests.swarm.cli_processes import LOCAL_NETWORK, Finished, Site, create_run, eventually
+from tests.swarm.networks import NetworkError, Place, network
 
 pytestmark = [pytest.mark.swarm, pytest.mark.thorough]
 
@@ -19,21 +19,23 @@ pytestmark = [pytest.mark.swarm, pytest.mark.thorough]
 def test_a_runs_id_alone_leads_to_the_run(tmp_path: Path) -> None:
     try:
         with network(1) as home:
-            leads_to_the_run(Site(tmp_path), home.places[0].prefix)
+            leads_to_the_run(Site(tmp_path), home.places[0])
     except NetworkError as error:
         pytest.skip(f"no network of its own here: {error}")
 
 
-def leads_to_the_run(site: Site, home: tuple[str, ...]) -> None:
+def leads_to_the_run(site: Site, home: Place) -> None:
     run = site.write_run(str(write_corpus(site.folder / "corpus")))
     site.environment[LOCAL_NETWORK] = "yes"
-    with site.start("bootstrap", "--identity", "bootstrap.pem", *LOOPBACK, prefix=home) as node:
+    with site.start(
+        "bootstrap", "--identity", "bootstrap.pem", "--listen", home.listen, "--data-port", "0", prefix=home.prefix
+    ) as node:
         address = node.line(r"/ip4/\S+/p2p/\w+", "the bootstrap node does not say where it is")
-        run_id = create_run(site, run, address, home).partition("@")[0].removeprefix("diloco:")
+        run_id = create_run(site, run, address, home.prefix).partition("@")[0].removeprefix("diloco:")
         found: list[Finished] = []
 
         def is_found() -> bool:
-            found[:] = [site.run("status", "--run", run_id, "--json", prefix=home)]
+            found[:] = [site.run("status", "--run", run_id, "--json", prefix=home.prefix)]
             return found[0].code == 0
 
         eventually(is_found, "the run is not found in the local network")
