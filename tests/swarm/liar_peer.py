@@ -40,7 +40,7 @@ from tests.swarm.fault_peer import said_of
 from tests.swarm.real_lies import LIES, RealLie
 from tests.swarm.vector_workload import UnhurriedWorkload
 
-VALUES = 16 * 1024  # in 16 chunks
+VALUES = 16 * 1024  # in 4 chunks of 4 blocks
 LINK = Caps(1e6, 1e6)
 """Bytes a second: so little that all links measure the same on a busy machine, too, and all are dealt some reducing."""
 TIMING = Timing(

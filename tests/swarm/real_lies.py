@@ -37,6 +37,7 @@ AT_ONCE = 4  # requests of a flood to each victim
 INVENTED = 40  # peers
 TIMEOUT = 10.0  # seconds that a flood waits for one
 HUGE = struct.pack("<f", 2.0**57)
+BLOCK = 1024  # values, a byte each, behind the scale of a block
 
 
 class RealLie(Lie):
@@ -105,12 +106,14 @@ class TwoAverages(RealLie):
 
 
 class WrongAverages(RealLie):
-    """It gives all the same averages, which are as long as the right ones, and are not those."""
+    """It gives all the same averages: those of other values, which an encoder could have made. In the first block, each
+    value is at another place."""
 
     def averages(self, blocks: Blocks) -> Blocks:
         self.driver.told()
         data = bytes(blocks)
-        return data[: len(HUGE)] + data[: len(HUGE) - 1 : -1]
+        first, end = len(HUGE), len(HUGE) + BLOCK
+        return data[:first] + data[first:end][::-1] + data[end:]
 
 
 class FlippedBit(RealLie):
