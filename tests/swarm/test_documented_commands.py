@@ -76,12 +76,12 @@ class World:
             "FOLDER": "corpus" if arguments[0] == "join" else str(folder),
             "hf://me/model": f"file://{self.site.folder}/pushed",
         }
-        given = [meant.get(argument, argument) for argument in arguments]
+        # Ports are chosen by the system, since others may be in use.
+        given = [re.sub(r"^(127\.0\.0\.1:)?\d{4,5}$", r"\g<1>0", meant.get(one, one)) for one in arguments]
         if "--at" in given:
             newest = max(Checkpoints(folder / "checkpoints", folder.parent.name).indices())
             given[given.index("--at") + 1] = str(newest)
-        # Ports are chosen by the system, since others may be in use.
-        return [re.sub(r"^(127\.0\.0\.1:)?\d{4,5}$", r"\g<1>0", one) for one in given]
+        return given
 
     @property
     def volunteers_folder(self) -> Path:
