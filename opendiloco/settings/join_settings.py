@@ -169,7 +169,7 @@ MOST_GIGABYTES = 1e9  # gigabytes, more than any machine has; as bytes the numbe
 
 def _exists(path: Path) -> None:
     if not path.exists():
-        raise ValueError("there is no such file or folder")
+        raise ValueError("there is no such file or folder: give another path")
 
 
 def _check_nickname(name: str) -> None:
