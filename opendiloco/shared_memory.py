@@ -6,6 +6,7 @@ that dies leaves nothing in /dev/shm, and Docker's small default /dev/shm does n
 
 from __future__ import annotations
 
+import math
 import mmap
 import os
 from contextlib import suppress
@@ -17,7 +18,7 @@ import psutil
 from numpy.typing import NDArray
 
 from opendiloco.errors import MachineError
-from opendiloco.quantities import VALUE_BYTES
+from opendiloco.quantities import GIGABYTE, VALUE_BYTES
 
 Vector = NDArray[np.float32]
 MORE_MEMORY = "Stop other programs or use a machine with more memory."
@@ -67,11 +68,15 @@ def reserve(descriptor: int, size: int) -> None:
 
 def check_available(what: str, needed: int) -> None:
     """Raise MachineError if fewer than `needed` bytes of memory are available for the purpose `what`."""
-    available = available_memory()
+    available, remedy = available_memory(), MORE_MEMORY
     if needed > available:
-        remedy = (
-            "Raise --max-memory, or leave it out." if _cap is not None and needed <= _free_memory() else MORE_MEMORY
-        )
+        if _cap is not None and needed <= _free_memory():
+            used = _used_by_family()
+            least = math.ceil(10 * (used + needed) / GIGABYTE) / 10
+            remedy = (
+                f"The program itself uses {used / 2**20:.0f} MiB: raise --max-memory to {least:g} or more, or leave it "
+                "out."
+            )
         raise MachineError(
             f"{what}: {needed / 2**20:.0f} MiB are needed, {available / 2**20:.0f} MiB are free.", remedy
         )
@@ -97,13 +102,19 @@ def _used_by(process: psutil.Process) -> int:
     return 0
 
 
+def _used_by_family() -> int:
+    """Return the bytes that the process with the limit and its descendants use."""
+    assert _cap is not None
+    root = psutil.Process(_cap[1])
+    return sum(map(_used_by, (root, *root.children(recursive=True))))
+
+
 def available_memory() -> int:
     """Return the bytes that this process can still allocate: the free memory, or less if `cap_memory` limits it."""
     free = _free_memory()
     if _cap is None:
         return free
-    limit, root = _cap[0], psutil.Process(_cap[1])
-    return max(0, min(free, limit - sum(map(_used_by, (root, *root.children(recursive=True))))))
+    return max(0, min(free, _cap[0] - _used_by_family()))
 
 
 def _free_memory() -> int:

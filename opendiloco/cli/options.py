@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
 
 import click
 from click.core import ParameterSource
@@ -37,8 +37,17 @@ INITIAL_PEERS = JOIN["initial_peers"].variable
 HOW_TO_FIND_A_RUN = "Ask its organiser for an invite; `diloco-peer runs` lists the runs that a bootstrap node knows."
 NAMED_NODE = re.compile(r"^(?P<peer>12D3KooW\w+)@(?P<host>[A-Za-z0-9.-]+)$")
 
+
+class _ExistingPath(click.Path):
+    """A click path whose errors end with a remedy."""
+
+    def fail(self, message: str, param: click.Parameter | None = None, ctx: click.Context | None = None) -> NoReturn:
+        super().fail(f"{message} Give another path.", param, ctx)
+
+
 FOLDER = click.Path(file_okay=False, path_type=Path)
-EXISTING_FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
+EXISTING_FOLDER = _ExistingPath(exists=True, file_okay=False, path_type=Path)
+EXISTING_PATH = _ExistingPath(exists=True, path_type=Path)
 FILE = click.Path(dir_okay=False, path_type=Path)
 
 
@@ -222,7 +231,7 @@ reader_option = click.option(
 )
 own_files_options = all_of(
     typed_option("model", click_type=EXISTING_FOLDER),
-    typed_option("tokenizer", click_type=click.Path(exists=True, path_type=Path)),
+    typed_option("tokenizer", click_type=EXISTING_PATH),
 )
 """The options for `OwnFiles`."""
 
@@ -231,7 +240,7 @@ def data_option(help: str) -> Callable[[Command], Command]:
     """Return a decorator that adds --data, which names the folders of a run's local sources. `help` is the first
     sentence of the option's help."""
     help += " Give one for each local source of the run, in their order."
-    return typed_option("data", help=help, click_type=click.Path(exists=True, path_type=Path))
+    return typed_option("data", help=help, click_type=EXISTING_PATH)
 
 
 def own_words(data: Sequence[Path], own: OwnFiles) -> list[str]:

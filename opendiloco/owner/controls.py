@@ -48,7 +48,8 @@ class VolunteerStatus(BaseModel):
 
 @asynccontextmanager
 async def serve_controls(folder: Path, answer: Callable[[OwnerRequest], VolunteerStatus]) -> AsyncIterator[None]:
-    """Answer the owner's requests until the context ends. Raises: MachineError if the socket cannot be created."""
+    """Answer the owner's requests until the context ends, and remove the folder then if it is empty. Raises:
+    MachineError if the socket cannot be created."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with suppress(OSError, TimeoutError, ValidationError, ValueError):  # client disconnected, or invalid request
@@ -79,6 +80,9 @@ async def serve_controls(folder: Path, answer: Callable[[OwnerRequest], Voluntee
     finally:
         server.close()
         path.unlink(missing_ok=True)
+        with suppress(OSError):  # fails unless the folders are empty, as after an invite to a run that does not exist
+            folder.rmdir()
+            folder.parent.rmdir()
 
 
 def ask(path: Path, request: OwnerRequest) -> VolunteerStatus | None:

@@ -57,10 +57,14 @@ class _OwnerRequests:
         self._seen = set[str]()  # names of conditions that held at the last look
 
     @property
+    def by_name(self) -> dict[str, str]:
+        """The reasons to pause, by the names of their conditions; empty while the volunteer should train."""
+        asked = {ASKED: ASKED} if self.is_asked else {}
+        return asked | {name: reason for name, (reason, _) in self._held.items() if name not in self._overruled}
+
+    @property
     def reasons(self) -> tuple[str, ...]:
-        """The reasons to pause; empty while the volunteer should train."""
-        asked = (ASKED,) if self.is_asked else ()
-        return asked + tuple(reason for name, (reason, _) in self._held.items() if name not in self._overruled)
+        return tuple(self.by_name.values())
 
     @property
     def is_long(self) -> bool:
@@ -129,7 +133,7 @@ class OwnersWatch:
         self._asleep: float | None = None  # seconds that the machine has slept since it started
         self._volunteer: _Volunteer | None = None
         self._hold_seconds = 0.0
-        self._shown: tuple[str, ...] = ()
+        self._shown = set[str]()  # names of the reasons in the last line about a pause
         self._held_since: float | None = None
         self._finish_after: int | None = None
         self._is_leaving = False
@@ -223,9 +227,9 @@ class OwnersWatch:
     def _act(self, now: float) -> None:
         """Pause, resume or end the volunteer as the owner's requests ask at `now`, in seconds without sleep."""
         reasons = self._requests.reasons
-        if reasons != self._shown:
+        if set(self._requests.by_name) != self._shown:  # not the reasons, in which percentages change at each look
             self._say(f"paused: {', '.join(reasons)}; {how_to_go_on(reasons)}" if reasons else "the pause is over")
-            self._shown = reasons
+            self._shown = set(self._requests.by_name)
         volunteer = self._volunteer
         if volunteer is None or self._is_leaving:
             return

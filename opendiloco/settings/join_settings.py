@@ -170,7 +170,7 @@ MOST_GIGABYTES = 1e9  # highest allowed number of gigabytes: more than any machi
 
 def _exists(path: Path) -> None:
     if not path.exists():
-        raise ValueError("there is no such file or folder")
+        raise ValueError("there is no such file or folder: give another path")
 
 
 def _check_nickname(name: str) -> None:

@@ -22,6 +22,7 @@ from opendiloco.settings.join_settings import JoinSettings
 from opendiloco.shared_memory import available_memory, cap_memory
 from opendiloco.stages import at_stage, watched_by
 from opendiloco.storage.checkpointer import Checkpointer
+from opendiloco.storage.files import MANIFEST
 from opendiloco.storage.loading import Checkpoints, check_moments_file, newest_moments, resume
 from opendiloco.storage.run_folder import HeldOutCurve, Journal, RunFolder
 from opendiloco.storage.writer import KeepingPlan
@@ -439,6 +440,8 @@ class Volunteer:
             return f"left the run; outer step {step} is with {having}"
         if self._folder is None:
             return f"left the run; no other machine has outer step {step}, and this one keeps nothing"
+        if not Path(self._folder, MANIFEST).exists():
+            return f"left the run; no other machine has outer step {step}, and this one's folder {self._folder} is gone"
         if step >= outer_steps_in_force(self.run.config, self._driver.peer.log.amendment):
             only = "left the finished run; only this machine has the model"
             return f"{only}: to take it out, diloco-peer export --from {shlex.quote(self._folder)} --out model"

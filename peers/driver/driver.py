@@ -173,19 +173,21 @@ class _VotesKeeper:
         self._thread.shutdown(wait=False)
 
 
-def _remembered(file: VotesFile | None, run: str, peer: str) -> VotingRecord | None:
+def _remembered(file: VotesFile | None, run: str, peer: str, is_new: bool) -> VotingRecord | None:
     """Read the voting record that this peer wrote before it was started again. If there is no usable record, log the
-    reason and return None."""
+    reason and return None. A new peer, whose log is empty, has no file yet: that is not logged."""
     if file is None:
         return None
     try:
         packed = file.read()
         if packed is not None:
             return VotingRecord.load(packed, run, peer)
+        if is_new:
+            return None
         reason = f"{file.path} does not exist"
     except (VotesFileError, RecordError) as error:
         reason = str(error)
-    logger.info("%s; this peer votes again once it is in an outer step, which needs no action", reason)
+    logger.info("%s; this peer does not vote until it is in an outer step; nothing needs to be done", reason)
     return None
 
 
@@ -262,7 +264,7 @@ class Driver:
             secrets.randbits(START_BITS),
             identity,
             lineage,
-            _remembered(votes, settings.run, identity.peer_id),
+            _remembered(votes, settings.run, identity.peer_id, is_new=not len(self.entries)),
         )
         self._tasks: asyncio.TaskGroup
         self._running: set[asyncio.Task[None]] = set()

@@ -26,6 +26,7 @@ from peers.log.chain import HEADER_LIMIT, Chain, Entry, Outcome, Stretch, newest
 from peers.log.header import Fault, Header, cycle_head
 from peers.log.lineage import Lineage
 from peers.log.state import LogError, LogState, Quorum
+from peers.log.votes import remedy
 from peers.values.chunks import KEPT_BYTES, ChunkedPayload, KeptPayloads
 from peers.values.system import PARTIAL, make_private_folder, write_whole
 from peers.values.wire import DIGEST_BYTES, digest_of, unpack
@@ -499,5 +500,5 @@ def _usable(folder: Path) -> Iterator[None]:
     except OSError as error:
         raise LogFolderError(
             f"cannot keep the run's log in {folder}: {error.strerror or error}.",
-            "Make room there, or name a folder that this user may write to.",
+            f"{remedy(error).capitalize()}.",
         ) from error

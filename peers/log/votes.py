@@ -24,11 +24,17 @@ MACHINE_ID = Path("/etc/machine-id")
 RECORD_LIMIT = 1 << 24  # maximum bytes of a record; a locked header of 1,000 members has some 200 KB
 ENVELOPE = 128  # maximum bytes in the file in addition to the record
 GET_GENERATION = 0x80087601  # Linux's ioctl FS_IOC_GETVERSION, which ext4, XFS and Btrfs support
-REMEDY = "make room there, or name a folder that this user may write to"
 
 
 class VotesFileError(Exception):
     """Error: a file of votes cannot be read, used or written. The message gives the reason."""
+
+
+def remedy(error: OSError) -> str:
+    """Return the remedy for an error of writing into the log's folder."""
+    if isinstance(error, FileNotFoundError):
+        return "the folder is gone: move it back, or leave and join again"
+    return "make room there, or name a folder that this user may write to"
 
 
 class _Envelope(Value):
@@ -73,7 +79,9 @@ class VotesFile:
             partial.replace(self.path)
             sync_folder(self.path.parent)
         except OSError as error:
-            raise VotesFileError(f"{self.path} cannot be written: {error.strerror or error}; {REMEDY}") from error
+            raise VotesFileError(
+                f"{self.path} cannot be written: {error.strerror or error}; {remedy(error)}"
+            ) from error
 
     def _place(self, descriptor: int) -> bytes:
         """Return a digest that names this machine and an open file. Raises: OSError."""

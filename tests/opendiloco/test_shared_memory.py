@@ -96,14 +96,17 @@ def uncapped() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("uncapped")
-def test_an_owner_gives_no_more_than_the_cap() -> None:
+def test_an_owner_gives_no_more_than_the_cap(monkeypatch: pytest.MonkeyPatch) -> None:
     cap_memory(2**60)
     assert 0 < available_memory() < 2**60
     cap_memory(1)
     assert available_memory() == 0
-    with pytest.raises(MachineError, match="anything: 0 MiB are needed") as caught:
+    with pytest.raises(MachineError, match="anything: 0 MiB are needed"):
         check_available("anything", 1)
-    assert "--max-memory" in caught.value.remedy
+    monkeypatch.setattr(shared_memory, "_used_by_family", lambda: 320 * 2**20)
+    with pytest.raises(MachineError) as caught:
+        check_available("anything", 133 * 2**20)
+    assert "uses 320 MiB: raise --max-memory to 0.5 or more, or leave it out" in caught.value.remedy
 
 
 @pytest.mark.usefixtures("uncapped")

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 Value = str | int | float | bool | None
 
 CHECKS: Mapping[str, str] = {
-    "python": "Python's version, and the cores to train on",
+    "python": "Python's version, and the number of cores",
     "torch": "torch can be imported; the GPUs that it was built for",
     "gpu": "torch can compute on the GPUs that this machine has",
     "compiler": "there is a C compiler, if torch.compile needs one",

@@ -87,7 +87,7 @@ def machine_findings(torch: Torch | None, options: WorkerOptions) -> list[Findin
 
 def _check_python() -> Finding:
     version, cores = python_version(), usable_cores()
-    found = f"Python {version}, {cores} core{'s' * (cores != 1)} to train on"
+    found = f"Python {version} on {cores} core{'s' * (cores != 1)}"
     if tuple(map(int, version.split(".")[:2])) < LEAST_PYTHON:
         wanted = ".".join(map(str, LEAST_PYTHON))
         return failed("python", found, f"Install Python {wanted} or newer.", version=version, cores=cores)

@@ -183,3 +183,9 @@ def test_a_folder_is_no_file(tmp_path: Path) -> None:
     done = CliRunner().invoke(main, ["run", "create", str(tmp_path)])
     assert done.exit_code == 2
     assert f"File '{tmp_path}' is a directory" in done.output
+
+
+def test_a_path_that_is_not_there_has_a_remedy() -> None:
+    done = CliRunner().invoke(main, ["export", "--run", "tiny-x", "--out", "model", "--data", "/no/such/folder"])
+    assert done.exit_code == 2
+    assert "Invalid value for '--data': Path '/no/such/folder' does not exist. Give another path." in done.stderr

@@ -55,6 +55,16 @@ def test_the_folder_may_have_any_length(tmp_path: Path) -> None:
     assert asked(folder)[1] == [PAUSED]
 
 
+def test_folders_that_remain_empty_are_removed(tmp_path: Path) -> None:
+    """Regression: an invite with a mistyped run id left folders for a run that does not exist."""
+    asked(tmp_path / "wrong run" / "peer")
+    assert not (tmp_path / "wrong run").exists()
+    (tmp_path / "run" / "peer").mkdir(parents=True)
+    (tmp_path / "run" / "peer" / "run.manifest").touch()
+    asked(tmp_path / "run" / "peer")
+    assert (tmp_path / "run" / "peer" / "run.manifest").exists()
+
+
 def test_what_is_no_request_is_passed_over(tmp_path: Path) -> None:
     wrong = [b"nonsense\n", json.dumps({"do": "explode"}).encode() + b"\n", b"x" * 10_000 + b"\n"]
     heard, answers, _ = asked(tmp_path, *wrong)

@@ -86,6 +86,19 @@ def test_a_condition_holds_the_training_from_the_second_look_on_and_until_it_has
     assert not machine.volunteer.has_left
 
 
+def test_a_pause_is_shown_again_only_when_another_condition_holds() -> None:
+    """Regression: each changed percentage was a line of its own, ten in a minute."""
+    machine = Machine("busy,battery")
+    for others in (0.9, 0.9, 0.8, 1.0):
+        machine.look(after=LOOK_SECONDS, others=others)
+    assert len(machine.said) == 1
+    assert machine.watch.reasons == ("other programs use 100 % of the processor",), "status shows the present number"
+    for _ in range(3):
+        machine.look(after=LOOK_SECONDS, others=0.7, on_battery=True)
+    assert len(machine.said) == 2
+    assert "70 % of the processor, on battery" in machine.said[1]
+
+
 def test_a_moment_in_which_a_condition_holds_is_no_pause() -> None:
     machine = Machine("busy")
     for others in (0.0, 0.9, 0.0, 0.9, 0.0):

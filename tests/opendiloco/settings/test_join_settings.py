@@ -126,7 +126,7 @@ def test_a_file_that_is_named_has_to_be_there(tmp_path: Path) -> None:
         ),
         (
             ["--data", "/no/such/folder"],
-            "Invalid value for '--data': /no/such/folder: there is no such file or folder.",
+            "Invalid value for '--data': /no/such/folder: there is no such file or folder: give another path.",
         ),
     ],
 )
@@ -145,7 +145,7 @@ def test_a_folder_of_the_file_has_to_be_there_for_those_who_read_it(tmp_path: Pa
     assert paused.exit_code == 6, "there is no volunteer"
     joined = CliRunner().invoke(main, ["--config", str(file), "join", "--run", "tiny-x"])
     assert joined.exit_code == 2
-    assert "'--data': /no/such/folder: there is no such file or folder." in joined.stderr
+    assert "'--data': /no/such/folder: there is no such file or folder: give another path." in joined.stderr
 
 
 def test_a_wrong_variable_is_wrong_usage() -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
+from opendiloco.storage.files import MANIFEST
 from opendiloco.volunteer import volunteer as module
 from opendiloco.volunteer.volunteer import Volunteer
 from peers.presence.heartbeat import Heartbeat, PeerState
@@ -43,7 +45,11 @@ def training(peer: str, index: int = STEP) -> tuple[str, PeerState, int]:
 
 
 @pytest.fixture(autouse=True)
-def longer_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def longer_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A run that is not finished yet, with the volunteer's folder of it."""
+    (tmp_path / "a folder").mkdir()
+    (tmp_path / "a folder" / MANIFEST).touch()
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(module, "outer_steps_in_force", lambda config, amendment: STEP + 1)
 
 
@@ -138,6 +144,13 @@ def test_who_leaves_a_finished_run_alone_learns_how_to_take_the_model_out(monkey
     assert leaving.farewell.endswith("has the model: to take it out, diloco-peer export --from 'a folder' --out model")
     leaving._folder = None
     assert leaving.farewell == "left the run; no other machine has outer step 5, and this one keeps nothing"
+
+
+def test_a_folder_that_was_moved_away_is_no_promise(tmp_path: Path) -> None:
+    """Regression: it was named as the only place of the newest outer step."""
+    (tmp_path / "a folder" / MANIFEST).unlink()
+    gone = "left the run; no other machine has outer step 5, and this one's folder a folder is gone"
+    assert Leaving().farewell == gone
 
 
 @pytest.mark.parametrize(

@@ -58,7 +58,7 @@ def test_r10_records_are_written_in_their_order(tmp_path: Path) -> None:
     file = VotesFile(tmp_path)
     records = [RECORD.model_copy(update={"forgotten": number}) for number in range(20)]
     assert kept(file, *records) == [VotesKept()] * 20
-    assert _remembered(file, "run", "b") == records[-1]
+    assert _remembered(file, "run", "b", is_new=True) == records[-1]
 
 
 def test_r10_what_a_full_disk_does_not_take_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,7 +71,14 @@ def test_r10_what_a_full_disk_does_not_take_is_said(tmp_path: Path, monkeypatch:
 
 def test_without_a_file_votes_are_kept_in_memory() -> None:
     assert kept(None, RECORD) == [VotesKept()]
-    assert _remembered(None, "run", "b") is None
+    assert _remembered(None, "run", "b", is_new=False) is None
+
+
+def test_a_new_peer_without_a_file_is_no_news(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Regression: the first start in a run logged a missing file, as if votes were lost."""
+    with caplog.at_level(logging.INFO):
+        assert _remembered(VotesFile(tmp_path), "run", "b", is_new=True) is None
+    assert not caplog.records
 
 
 @pytest.mark.parametrize(
@@ -91,8 +98,10 @@ def test_r10_a_record_that_is_none_of_this_peer_is_not_used_and_one_line_says_so
     if data is not None:
         file.write(data)
     with caplog.at_level(logging.INFO):
-        assert _remembered(file, run, peer) is None
+        assert _remembered(file, run, peer, is_new=data is not None) is None
     (record,) = caplog.records
     assert record.levelname == "INFO", "it mends itself"
     assert says in record.getMessage()
-    assert record.getMessage().endswith("this peer votes again once it is in an outer step, which needs no action")
+    assert record.getMessage().endswith(
+        "; this peer does not vote until it is in an outer step; nothing needs to be done"
+    )

@@ -400,6 +400,17 @@ def test_a_place_that_is_no_folder(tmp_path: Path) -> None:
         opened(tmp_path / "file" / "log")
 
 
+def test_a_folder_that_was_moved_away_may_be_moved_back(tmp_path: Path) -> None:
+    here, there = tmp_path / "log", tmp_path / "elsewhere"
+    log = opened(here)
+    here.rename(there)
+    with pytest.raises(LogFolderError, match=r"No such file or directory\. The folder is gone: move it back"):
+        log.append(HEADERS[0], state(0), None)
+    there.rename(here)
+    log.append(HEADERS[1], state(1), None)
+    assert listed(opened(here)) == listed(log)
+
+
 def test_what_a_killed_process_left_is_removed(tmp_path: Path) -> None:
     opened(tmp_path)
     left = [tmp_path / "entries.jsonl.partial", tmp_path / PAYLOADS / "3-00000000.payload.partial"]

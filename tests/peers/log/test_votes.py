@@ -96,3 +96,13 @@ def test_what_the_disk_does_not_take_leaves_the_record_as_it_was(tmp_path: Path)
     with pytest.raises(VotesFileError, match="cannot be written: Is a directory"):
         file.write(b"another")
     assert file.read() == b"record"
+
+
+def test_a_folder_that_was_moved_away_has_a_remedy_of_its_own(tmp_path: Path) -> None:
+    """Regression: the volunteer's owner should make room there."""
+    here = tmp_path / "log"
+    file = VotesFile(here)
+    with pytest.raises(VotesFileError, match="No such file or directory; the folder is gone: move it back"):
+        file.write(b"record")
+    here.mkdir()
+    file.write(b"record")

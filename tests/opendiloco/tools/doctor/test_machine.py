@@ -92,7 +92,7 @@ def has(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 @pytest.mark.parametrize(
     ("things", "check", "verdict", "says"),
     [
-        ({"python_version": "3.11.7", "usable_cores": 2}, _check_python, PASS, "2 cores"),
+        ({"python_version": "3.11.7", "usable_cores": 2}, _check_python, PASS, "Python 3.11.7 on 2 cores"),
         ({"python_version": "3.10.2", "usable_cores": 1}, _check_python, FAIL, "Install Python 3.11"),
         ({}, lambda: _check_compiler(has_gpu=True), PASS, "compiler"),
         ({}, lambda: _check_compiler(has_gpu=False), SKIPPED, "no GPU"),
