@@ -30,6 +30,12 @@ class ManifestError(DilocoPeerError):
     exit_code = 3
 
 
+class OwnAddressError(ManifestError):
+    """An address to listen on or to announce that this node cannot have, so that a person must give another one."""
+
+    exit_code = 2
+
+
 class SwarmUnreachableError(DilocoPeerError):
     """No bootstrap node answered, or none knows the run."""
 

@@ -32,14 +32,17 @@ RELAY_MEGABITS = 100.0
 """Default relay limit: a tenth of an ordinary server's link, and at most 32 TB a month in each direction."""
 
 
-def _check_addresses(addresses: tuple[str, ...], needs_peer_id: bool = False) -> None:
+def _check_addresses(addresses: tuple[str, ...], are_own: bool = True) -> None:
     """Check the form of the multiaddrs that an option gives. Raises: ValueError for a malformed address."""
     if not addresses:
         return  # no addresses: saves the import of hivemind, which takes seconds
-    from peers.network.daemon import parse_addresses
+    from peers.network.daemon import own_addresses, parse_addresses
 
     try:
-        parse_addresses(spelled_out(addresses), needs_peer_id)
+        if are_own:
+            own_addresses(addresses)
+        else:
+            parse_addresses(spelled_out(addresses), needs_peer_id=True)
     except ManifestError as error:
         raise ValueError(str(error)) from error
 
@@ -54,7 +57,7 @@ def _check_addresses(addresses: tuple[str, ...], needs_peer_id: bool = False) ->
 @typed_option("announce", check=_check_addresses)
 @typed_option(
     "initial_peers",
-    check=partial(_check_addresses, needs_peer_id=True),
+    check=partial(_check_addresses, are_own=False),
     help="Address of another bootstrap node or of any peer. May be repeated.",
 )
 @typed_option(

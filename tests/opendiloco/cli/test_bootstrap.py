@@ -101,7 +101,14 @@ def test_an_archive_that_cannot_be_written_is_found_at_the_start(
 
 
 @pytest.mark.parametrize(
-    "wrong", [["--announce", "example.org"], ["--initial-peer", "/ip4/192.0.2.1/tcp/1"], ["--max-disk", "10"]]
+    "wrong",
+    [
+        ["--announce", "example.org"],
+        ["--announce", "/dns4/bootstrap.example.org"],
+        ["--listen", "/ip4/0.0.0.0"],
+        ["--initial-peer", "/ip4/192.0.2.1/tcp/1"],
+        ["--max-disk", "10"],
+    ],
 )
 def test_a_wrong_option_is_wrong_usage(tmp_path: Path, wrong: list[str]) -> None:
     """Regression: a malformed address ended with 3, and --max-disk without an archive was ignored."""
