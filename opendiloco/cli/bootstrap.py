@@ -144,10 +144,11 @@ def bootstrap(
         beside: list[NodeTask] = []
         kept = None
         if archive is not None:
+            from opendiloco.quantities import in_words
             from opendiloco.storage.archive import Archive
 
             kept = Archive(key, archive, None if max_disk is None else int(max_disk * 1e9))
-            click.echo(f"The archive is in {archive.absolute()}")
+            click.echo(f"The archive is in {archive.absolute()} and may use {in_words(kept.usable)}")
             beside.append(kept.keep)
         if local_network and not _are_here((*listen, *announce)):
             beside.append(_tell_local_network)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -92,8 +93,11 @@ def test_an_archive_that_cannot_be_written_is_found_at_the_start(
     arguments = ["bootstrap", "--identity", str(tmp_path / "key.pem"), "--archive"]
     good, bad = tmp_path / "deep" / "archive", tmp_path / "key.pem" / "archive"
     done = CliRunner().invoke(main, [*arguments, str(good)])
-    assert f"The archive is in {good}\n" in done.output
+    assert re.search(f"^The archive is in {good} and may use [0-9.]+ \\w?B$", done.output, re.MULTILINE)
     assert good.is_dir()
+    small = CliRunner().invoke(main, [*arguments, str(good), "--max-disk", "0.06"])
+    assert f"The archive is in {good} and may use 60 MB\n" in small.output
+    assert "the archive may use only 60 MB: free some space, or raise --max-disk" in small.output
     refused = CliRunner().invoke(main, [*arguments, str(bad)])
     assert refused.exit_code == 6
     assert f"the archive's folder {bad} cannot be used: Not a directory." in refused.output

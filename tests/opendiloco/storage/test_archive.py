@@ -387,6 +387,26 @@ def test_most_of_the_disk_is_for_runs_unless_the_owner_says_how_much(
     asyncio.run(scenario())
 
 
+def test_a_full_disk_is_reported_before_any_run_needs_it(
+    small_config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: the node stayed healthy until a run with entries could not be kept."""
+    monkeypatch.setattr(archives, "POLL", 0.01)
+    free = [999_999]
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=free[0]))
+
+    async def scenario() -> None:
+        network = ManyRuns("")
+        async with keeping(network, [invited(small_config)], tmp_path):
+            await network.until(lambda: len(HEALTH.reasons) > 0, "the full disk is not reported")
+            [reason] = HEALTH.reasons
+            assert f"the disk of the archive {tmp_path} is full: free some space" in reason
+            free[0] = 1_000_000
+            await network.until(lambda: not HEALTH.reasons, "the free disk is not reported")
+
+    asyncio.run(scenario())
+
+
 def test_it_refuses_a_snapshot_that_it_does_not_have(run: Run, tmp_path: Path) -> None:
     kept = archive(run, tmp_path)
     with pytest.raises(RefusalError):
