@@ -18,7 +18,8 @@ from functools import cached_property, partial
 from pathlib import Path
 from tempfile import TemporaryFile
 
-from opendiloco.errors import MachineError
+from opendiloco.config.overrides import Overrides
+from opendiloco.errors import AmendmentError, MachineError
 from opendiloco.quantities import VALUE_BYTES, in_words
 from opendiloco.run import Run
 from opendiloco.shared_memory import available_memory, check_available
@@ -510,7 +511,11 @@ class Archive:
         if archived.end.last is not None or archived.run.manifest.is_by_invitation:
             await archived.publish(self._identity)
         if archived.end.last is not None:
-            metrics.ARCHIVED_OUTER_STEP.labels(run_id).set(archived.end.position.index)
+            end = archived.end
+            metrics.ARCHIVED_OUTER_STEP.labels(run_id).set(end.position.index)
+            with suppress(AmendmentError):  # this version cannot read how long the run is
+                steps = Overrides.read(end.amendment).total_outer_steps(archived.run.config)
+                metrics.ARCHIVED_STEPS_LEFT.labels(run_id).set(max(0, steps - end.position.index))
 
     async def _answer(self, transport: HivemindTransport, sender: str, data: bytes) -> bytes:
         for run_id, archived in self._runs.items():

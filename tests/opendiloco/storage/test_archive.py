@@ -23,6 +23,7 @@ from opendiloco.storage import archive as archives
 from opendiloco.storage.archive import Archive, ArchivedRun, _DiskRoom, _NoRoomError
 from opendiloco.storage.run_folder import read_curve
 from opendiloco.training.codec import BLOCK_VALUES, BlockCodec
+from peers import metrics
 from peers.errors import LocalProtocolError
 from peers.log.folder import LogFolder
 from peers.log.head_signer import SIGNED
@@ -330,6 +331,8 @@ def test_a_run_that_is_too_large_is_not_fetched_until_there_is_room(
         asyncio.run(kept._keep_snapshot([beat], ["a"], 0))
     assert look(8 * VALUES) == []
     assert (fetched, kept.end) == (["payload"], states[1])
+    left = metrics.ARCHIVED_STEPS_LEFT.labels(run.run_id)._value.get()
+    assert left == run.config.total_outer_steps - 1, "alerts leave out a run that is over"
     assert len(look(20_000_000, index=2)) == 1, "it fitted meanwhile"
     assert fetched == ["payload"]
     [reason] = HEALTH.reasons
