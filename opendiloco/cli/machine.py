@@ -36,6 +36,7 @@ from opendiloco.settings.join_settings import (
     settings_of,
     unknown_variables,
 )
+from peers.errors import remedy_for
 
 if TYPE_CHECKING:
     from opendiloco.tools.doctor.findings import Finding
@@ -302,7 +303,7 @@ def _install(system: bool, prints: bool, arguments: tuple[str, ...]) -> None:
         path.write_text(unit, encoding="utf-8")
     except OSError as error:
         remedy = "Run it as root." if system else "Print the unit with --print, and write it where systemd finds it."
-        raise MachineError(f"cannot write {path}: {error.strerror}.", remedy) from error
+        raise MachineError(f"cannot write {path}: {error.strerror}.", remedy_for(error, remedy)) from error
     control = "systemctl" if system else "systemctl --user"
     click.echo(f"wrote {path}. To start it now and at each {'boot' if system else 'login'}:")
     click.echo(f"  {control} daemon-reload && {control} enable --now {name}")

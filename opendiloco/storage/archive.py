@@ -30,7 +30,7 @@ from opendiloco.storage.writer import KeepingPlan, folder_bytes
 from opendiloco.training.codec import BlockCodec, block_bytes
 from peers import metrics
 from peers.driver.driver import CALL, CALL_TIMEOUT
-from peers.errors import RemoteProtocolError, SwarmUnreachableError
+from peers.errors import RemoteProtocolError, SwarmUnreachableError, remedy_for
 from peers.log.folder import LogFolder, LogFolderError, RunLog
 from peers.log.head_signer import CannotSignError, HeadSigner, SignedFileError
 from peers.log.header import NO_PAYLOAD, Position
@@ -408,7 +408,7 @@ class Archive:
         except OSError as error:
             raise MachineError(
                 f"the archive's folder {folder} cannot be used: {error.strerror}.",
-                "Name a folder that you may write to with --archive.",
+                remedy_for(error, "Name a folder that you may write to with --archive."),
             ) from error
         self._identity = identity
         self._folder = folder
