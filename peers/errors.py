@@ -6,6 +6,8 @@ a peer's fault, and the other errors come from outside (a wrong file, an unreach
 
 from __future__ import annotations
 
+import errno
+
 
 class DilocoPeerError(Exception):
     """Base of all errors that the command line shows as one line: cause, then remedy.
@@ -28,6 +30,12 @@ class ManifestError(DilocoPeerError):
     """A manifest, invite or run id that is malformed, tampered with or inconsistent."""
 
     exit_code = 3
+
+
+class OwnAddressError(ManifestError):
+    """An address to listen on or to announce that this node cannot have, so that a person must give another one."""
+
+    exit_code = 2
 
 
 class SwarmUnreachableError(DilocoPeerError):
@@ -85,3 +93,8 @@ class RemoteProtocolError(DilocoPeerError):
 def quoted(text: str, limit: int) -> str:
     """Return a text in quotes for a message. A text longer than `limit` characters is cut, and ends in `…`."""
     return repr(text if len(text) <= limit else f"{text[:limit]}…")
+
+
+def remedy_for(error: OSError, otherwise: str) -> str:
+    """Return the remedy for a failed write: to free space if the disk or a quota is full, else `otherwise`."""
+    return "Free some space there." if error.errno in (errno.ENOSPC, errno.EDQUOT) else otherwise

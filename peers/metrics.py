@@ -104,6 +104,7 @@ HELD_OUT_LOSS = Gauge("diloco_peer_held_out_loss", "Held-out loss, nats per toke
 KNOWN_RUNS = Gauge("diloco_peer_known_runs", "Runs that a bootstrap node remembers")
 RUN_LIVE_PEERS = Gauge("diloco_peer_run_live_peers", "Live peers of a run, seen by a bootstrap node", ["run"])
 ARCHIVED_OUTER_STEP = Gauge("diloco_peer_archived_outer_step", "Archived entries of a run", ["run"])
+ARCHIVED_STEPS_LEFT = Gauge("diloco_peer_archived_outer_steps_left", "Outer steps left of an archived run", ["run"])
 HEALTHY = Gauge("diloco_peer_healthy", "1 while /healthz answers 200, else 0")
 BUILD = Info("diloco_peer_build", "Protocol version")
 

@@ -32,14 +32,17 @@ RELAY_MEGABITS = 100.0
 """Default relay limit: a tenth of an ordinary server's link, and at most 32 TB a month in each direction."""
 
 
-def _check_addresses(addresses: tuple[str, ...], needs_peer_id: bool = False) -> None:
+def _check_addresses(addresses: tuple[str, ...], are_own: bool = True) -> None:
     """Check the form of the multiaddrs that an option gives. Raises: ValueError for a malformed address."""
     if not addresses:
-        return  # saves the import of hivemind, which takes seconds
-    from peers.network.daemon import parse_addresses
+        return  # no addresses: saves the import of hivemind, which takes seconds
+    from peers.network.daemon import own_addresses, parse_addresses
 
     try:
-        parse_addresses(spelled_out(addresses), needs_peer_id)
+        if are_own:
+            own_addresses(addresses)
+        else:
+            parse_addresses(spelled_out(addresses), needs_peer_id=True)
     except ManifestError as error:
         raise ValueError(str(error)) from error
 
@@ -54,7 +57,7 @@ def _check_addresses(addresses: tuple[str, ...], needs_peer_id: bool = False) ->
 @typed_option("announce", check=_check_addresses)
 @typed_option(
     "initial_peers",
-    check=partial(_check_addresses, needs_peer_id=True),
+    check=partial(_check_addresses, are_own=False),
     help="Address of another bootstrap node or of any peer. May be repeated.",
 )
 @typed_option(
@@ -141,10 +144,11 @@ def bootstrap(
         beside: list[NodeTask] = []
         kept = None
         if archive is not None:
+            from opendiloco.quantities import in_words
             from opendiloco.storage.archive import Archive
 
             kept = Archive(key, archive, None if max_disk is None else int(max_disk * 1e9))
-            click.echo(f"The archive is in {archive.absolute()}")
+            click.echo(f"The archive is in {archive.absolute()} and may use {in_words(kept.usable)}")
             beside.append(kept.keep)
         if local_network and not _are_here((*listen, *announce)):
             beside.append(_tell_local_network)
@@ -179,6 +183,6 @@ def _are_here(addresses: tuple[str, ...]) -> bool:
 def _show_addresses(addresses: tuple[str, ...]) -> None:
     click.echo("\n".join(("This node can be reached at", *(f"  {address}" for address in addresses))))
     where = "this" if _are_here(addresses) else "any"
-    click.echo(f"To start a run with it, type on {where} machine (the first command writes a small run.toml):")
+    click.echo(f"To start a run, type on {where} machine with torch (the first command writes a small run.toml):")
     click.echo("  diloco-peer run example > run.toml")
     click.echo(f"  diloco-peer run create run.toml --initial-peer {addresses[0]}")

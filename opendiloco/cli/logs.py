@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from opendiloco.errors import MachineError, fit_for_terminal
+from peers.errors import remedy_for
 from peers.presence.allowances import Allowance
 
 FORMAT = "%(asctime)s %(levelname)-7s %(message)s"
@@ -138,7 +139,8 @@ class LogOptions:
             except OSError as error:
                 reason = error.strerror or str(error)
                 raise MachineError(
-                    f"cannot log to {self.file}: {reason}.", "Name a file that can be written with --log-file."
+                    f"cannot log to {self.file}: {reason}.",
+                    remedy_for(error, "Name a file that can be written with --log-file."),
                 ) from error
         self.send_to(handler, default_level, FORMAT_WITH_PLACE)
 

@@ -36,6 +36,7 @@ from opendiloco.settings.join_settings import (
     settings_of,
     unknown_variables,
 )
+from peers.errors import remedy_for
 
 if TYPE_CHECKING:
     from opendiloco.tools.doctor.findings import Finding
@@ -227,6 +228,8 @@ WantedBy={target}
 )
 FINAL_CODES = "2 3 6 7 9 10 11 13 14 15"
 """Exit codes after which systemd must not restart the process, because only a person can fix the cause."""
+_HIDDEN = ("/tmp", "/var/tmp", "/root", "/home")
+"""Folders that a user made by systemd cannot read: DynamicUser has a /tmp of its own, and home folders are private."""
 _LEAVE_SECONDS = {"join": 300, "bootstrap": 30}  # seconds from systemd's request to stop until it kills the process
 
 
@@ -256,7 +259,10 @@ def _install(system: bool, prints: bool, arguments: tuple[str, ...]) -> None:
     from peers.values.system import make_private_folder
 
     command = "bootstrap" if system else "join"
-    given = ["--identity", "bootstrap.pem", *arguments] if system else ["--plain", *arguments]
+    given = ["--plain", *arguments]
+    if system:
+        is_named = any(word.partition("=")[0] == "--identity" for word in arguments)
+        given = [*arguments] if is_named else ["--identity", "bootstrap.pem", *arguments]
     group: Any = click.get_current_context().find_root().command
     if "DILOCO_RUN" in os.environ:
         raise click.UsageError("DILOCO_RUN is set here, but the unit will not have it: give the run as an argument.")
@@ -264,6 +270,12 @@ def _install(system: bool, prints: bool, arguments: tuple[str, ...]) -> None:
     checked = group.get_command(within, command).make_context(command, list(given), parent=within)  # raises UsageError
     if not system:
         Invite.parse(checked.params["run"])  # raises ManifestError for a wrong invite
+    for place in (sys.executable, os.path.realpath(sys.executable), __file__) if system else ():
+        if any(Path(place).is_relative_to(folder) for folder in _HIDDEN):
+            raise MachineError(
+                f"the unit's user could not read {place}: nothing below {', '.join(_HIDDEN)}.",
+                "Install diloco-peer elsewhere, such as in a virtual environment /opt/diloco-peer, and run that one.",
+            )
     name = "diloco-bootstrap" if system else "diloco-volunteer"
     folder = Path("/etc/systemd/system") if system else default_settings_path().parents[1] / "systemd" / "user"
     own = f"DynamicUser=yes\nStateDirectory={name}\nWorkingDirectory=%S/{name}\nEnvironment=HOME=%S/{name}"
@@ -289,7 +301,7 @@ def _install(system: bool, prints: bool, arguments: tuple[str, ...]) -> None:
         path.write_text(unit, encoding="utf-8")
     except OSError as error:
         remedy = "Run it as root." if system else "Print the unit with --print, and write it where systemd finds it."
-        raise MachineError(f"cannot write {path}: {error.strerror}.", remedy) from error
+        raise MachineError(f"cannot write {path}: {error.strerror}.", remedy_for(error, remedy)) from error
     control = "systemctl" if system else "systemctl --user"
     click.echo(f"wrote {path}. To start it now and at each {'boot' if system else 'login'}:")
     click.echo(f"  {control} daemon-reload && {control} enable --now {name}")

@@ -18,6 +18,7 @@ from click.core import ParameterSource
 
 from opendiloco.errors import MachineError, SettingsError
 from opendiloco.settings.join_settings import JoinSettings, LogSettings, Setting, model_of, settings_of, split_address
+from peers.errors import remedy_for
 
 if TYPE_CHECKING:
     import socket
@@ -280,11 +281,12 @@ def reader(path: Path | None) -> Iterator[Identity]:
 
 @contextmanager
 def writing(path: Path, remedy: str) -> Iterator[None]:
-    """Turn an OSError of the `with` block, which writes to `path`, into a MachineError with this remedy."""
+    """Turn an OSError of the code that writes to `path` into a MachineError with this remedy, unless the disk is
+    full."""
     try:
         yield
     except OSError as error:
-        raise MachineError(f"cannot write {path}: {error.strerror}.", remedy) from error
+        raise MachineError(f"cannot write {path}: {error.strerror}.", remedy_for(error, remedy)) from error
 
 
 def refuse_torchrun(environment: Mapping[str, str]) -> None:

@@ -18,7 +18,8 @@ from functools import cached_property, partial
 from pathlib import Path
 from tempfile import TemporaryFile
 
-from opendiloco.errors import MachineError
+from opendiloco.config.overrides import Overrides
+from opendiloco.errors import AmendmentError, MachineError
 from opendiloco.quantities import VALUE_BYTES, in_words
 from opendiloco.run import Run
 from opendiloco.shared_memory import available_memory, check_available
@@ -29,7 +30,7 @@ from opendiloco.storage.writer import KeepingPlan, folder_bytes
 from opendiloco.training.codec import BlockCodec, block_bytes
 from peers import metrics
 from peers.driver.driver import CALL, CALL_TIMEOUT
-from peers.errors import RemoteProtocolError, SwarmUnreachableError
+from peers.errors import RemoteProtocolError, SwarmUnreachableError, remedy_for
 from peers.log.folder import LogFolder, LogFolderError, RunLog
 from peers.log.head_signer import CannotSignError, HeadSigner, SignedFileError
 from peers.log.header import NO_PAYLOAD, Position
@@ -407,15 +408,23 @@ class Archive:
         except OSError as error:
             raise MachineError(
                 f"the archive's folder {folder} cannot be used: {error.strerror}.",
-                "Name a folder that you may write to with --archive.",
+                remedy_for(error, "Name a folder that you may write to with --archive."),
             ) from error
         self._identity = identity
         self._folder = folder
         self._room = _DiskRoom(folder, limit)
+        self._room.measure()
+        if self.usable < LEAST_ROOM:
+            logger.warning("the archive may use only %s: free some space, or raise --max-disk", in_words(self.usable))
         self._runs: dict[str, ArchivedRun] = {}
         self._without_room = set[str]()  # ids of runs whose last fetch failed for want of disk space
         self._following = RunFailures("following it", OF_PEERS, ASK_AGAIN)
         self._signing = RunFailures("signing its log", OF_PEERS, ASK_AGAIN)
+
+    @property
+    def usable(self) -> int:
+        """The bytes of disk that all runs together may take, and that are free or taken by them."""
+        return min(self._room.limit, self._room.present)
 
     def kept(self, run: str) -> ArchivedRun | None:
         """Return the archived data of the run with this id; None if this node has not opened an archive of the run."""
@@ -434,10 +443,10 @@ class Archive:
         await serve_proofs(transport, logs)
         await transport.on_call(CALL, partial(self._answer, transport))
         opening = RunFailures("opening its archive")
-        await asyncio.to_thread(self._room.measure)
         async with asyncio.TaskGroup() as tasks:
             keeping: dict[str, asyncio.Task[None]] = {}
             while True:
+                self._check_disk()
                 known = {manifest.run_id: manifest for manifest in manifests}
                 for run_id in keeping.keys() - known.keys():  # runs whose manifests the node has dropped
                     archived, task = self._runs[run_id], keeping.pop(run_id)
@@ -457,6 +466,14 @@ class Archive:
                         self._runs[run_id], sources[run_id], logs[run_id] = archived, archived.log.stretch, archived.log
                         keeping[run_id] = tasks.create_task(self._keep_one(archived, buffers))
                 await asyncio.sleep(POLL)
+
+    def _check_disk(self) -> None:
+        """Report a full disk to the health check, which ignores what a run without entries claims to need."""
+        with suppress(OSError):
+            if shutil.disk_usage(self._folder).free < LEAST_FREE:
+                HEALTH.failing("archive", f"the disk of the archive {self._folder} is full: free some space")
+            else:
+                HEALTH.well("archive")
 
     async def _keep_one(self, archived: ArchivedRun, buffers: dict[str, Sequence[PayloadBuffers]]) -> None:
         keeping, run_id = RunFailures("keeping its archive"), archived.run.run_id
@@ -494,7 +511,11 @@ class Archive:
         if archived.end.last is not None or archived.run.manifest.is_by_invitation:
             await archived.publish(self._identity)
         if archived.end.last is not None:
-            metrics.ARCHIVED_OUTER_STEP.labels(run_id).set(archived.end.position.index)
+            end = archived.end
+            metrics.ARCHIVED_OUTER_STEP.labels(run_id).set(end.position.index)
+            with suppress(AmendmentError):  # this version cannot read how long the run is
+                steps = Overrides.read(end.amendment).total_outer_steps(archived.run.config)
+                metrics.ARCHIVED_STEPS_LEFT.labels(run_id).set(max(0, steps - end.position.index))
 
     async def _answer(self, transport: HivemindTransport, sender: str, data: bytes) -> bytes:
         for run_id, archived in self._runs.items():
@@ -531,6 +552,11 @@ def _in_health(run_id: str) -> Iterator[None]:
 # A run may be of any size, so its space is limited.
 DISK_SHARE = 0.9  # without --max-disk: share of the disk's free and archived bytes that all archived runs may take
 RUN_SHARE = 4  # divisor: one run may take a quarter of the disk space that all runs may take
+LEAST_ROOM = (
+    64_000_000  # bytes for all runs below which a node warns at its start: 16 MB a run, for a million parameters
+)
+LEAST_FREE = 1_000_000
+"""Free bytes below which a disk counts as full."""
 
 
 class _NoRoomError(MachineError):
@@ -547,6 +573,16 @@ class _DiskRoom:
         self._taken: dict[str, int] = {}
         self._held: defaultdict[str, int] = defaultdict(int)  # by run id: bytes reserved for data being fetched
 
+    @property
+    def present(self) -> int:
+        """The bytes of disk that are free or taken by runs."""
+        return sum(self._taken.values()) + shutil.disk_usage(self._folder).free
+
+    @property
+    def limit(self) -> int:
+        """The bytes of disk that all runs may take."""
+        return int(DISK_SHARE * self.present) if self._limit is None else self._limit
+
     def measure(self) -> None:
         """Measure the disk space of all runs in the folder, including runs that are no longer archived."""
         if self._folder.is_dir():
@@ -558,9 +594,7 @@ class _DiskRoom:
         bytes exceed the limit for the run or for all runs."""
         own = await asyncio.to_thread(folder_bytes, self._folder / run)
         self._taken[run] = own
-        taken, held, limit = sum(self._taken.values()), sum(self._held.values()), self._limit
-        if limit is None:
-            limit = int(DISK_SHARE * (taken + shutil.disk_usage(self._folder).free))
+        taken, held, limit = sum(self._taken.values()), sum(self._held.values()), self.limit
         if own + needed > limit // RUN_SHARE or taken + held + needed > limit:
             raise _NoRoomError(
                 f"the next data need {in_words(needed)} of disk. This run has {in_words(own)} and may have "

@@ -91,9 +91,11 @@ class RunFolder:
 
 
 def remembered_addresses(run_id: str, base: Path | None = None) -> tuple[str, ...]:
-    """Return at most `CONTACT_LIMIT` addresses of peers that volunteers on this machine have stored for a run."""
+    """Return addresses of a run's peers that volunteers on this machine have stored, `CONTACT_LIMIT` at most. Those
+    that were stored last come first."""
     folder = (default_state_folder() if base is None else base) / run_id
-    found = [RememberedPeers(path, run_id).addresses() for path in sorted(folder.glob(f"*/{FILE_NAME}"))]
+    paths = sorted(folder.glob(f"*/{FILE_NAME}"), key=os.path.getmtime, reverse=True)
+    found = [RememberedPeers(path, run_id).addresses() for path in paths]
     return tuple(dict.fromkeys(address for addresses in found for address in addresses))[:CONTACT_LIMIT]
 
 

@@ -5,7 +5,7 @@ bootstrap: NodeTask, announce_manifest, keep_announced, listed_runs, run_bootstr
 channel: BYTES_UNDER_WAY, Channel, ChunkSender, Frame, LONGEST_HELD, PeerRefusedError, PeerUnreachableError,
     Places, RefusalError, Serve, receive_chunks
 contacts: host_of, is_loopback, is_numeric, is_public
-daemon: parse_addresses, peer_id_of, require_free_port, sweep_sockets
+daemon: own_addresses, parse_addresses, peer_id_of, require_free_port, sweep_sockets
 data_port: LINK_INFO, LinkInfo, PROBED_PORTS, ProbeAnswer, probe
 first_contact: CONTACT_LIMIT, FILE_NAME, RememberedPeers, endpoint, which_answer
 known_runs: send_amendment

@@ -28,6 +28,7 @@ from peers.errors import (
     InUseError,
     LocalNetworkError,
     ManifestError,
+    OwnAddressError,
     RemoteProtocolError,
     SwarmUnreachableError,
     quoted,
@@ -55,6 +56,7 @@ START_TIMEOUT = 30.0  # seconds for the daemon to start; on an idle machine it n
 STOP_TIMEOUT = 5.0  # seconds for the daemon to end, before it is killed
 REQUEST_TIMEOUT = 5.0  # seconds for one request to the daemon, at most
 ADDRESS_LIMIT = 8  # addresses of this node in its heartbeats, at most
+OWN_ADDRESS = re.compile(r"(?P<place>.*?/(?:tcp/\d+|udp/\d+/quic).*?)(?:/p2p/(?P<peer>[^/]+))*")
 LISTENER = re.compile(r"/(?P<family>ip4|ip6)/(?P<host>[^/]+)/(?P<kind>tcp|udp)/(?P<port>\d+)")
 IN_USE = re.compile(r"listen (?:tcp|udp)\d? (?P<where>\S+): bind: address already in use")
 NOT_RUNNABLE = re.compile(r"binary|No such file|Permission denied|Exec format error")
@@ -202,6 +204,29 @@ def parse_addresses(addresses: Sequence[str], needs_peer_id: bool) -> list[Any]:
     return parsed
 
 
+def own_addresses(addresses: Sequence[str], me: str | None = None) -> list[str]:
+    """Return addresses to listen on or to announce without /p2p/ and the id `me`, which libp2p adds itself.
+
+    Raises: OwnAddressError for an address that is malformed, has no port, or ends in another peer's id (None: in any).
+    """
+    own = []
+    try:
+        parsed = parse_addresses(addresses, needs_peer_id=False)
+    except ManifestError as error:
+        raise OwnAddressError(error.message, error.remedy) from error
+    for address in map(str, parsed):
+        match = OWN_ADDRESS.fullmatch(address)
+        if match is None:
+            raise OwnAddressError(f"{quoted(address, 200)} has no TCP or QUIC port.", f"Write {address}/tcp/31337.")
+        if me and match["peer"] not in (None, me):
+            raise OwnAddressError(
+                f"{quoted(address, 200)} has another node's peer id; the id of this node's key is {me}.",
+                f"Write {match['place']}, or name the other key with --identity.",
+            )
+        own.append(match["place"])
+    return own
+
+
 def peer_id_of(address: str) -> str:
     """Return the peer id at the end of a multiaddr that `parse_addresses` has accepted; a slash may follow the id."""
     return address.rstrip("/").rpartition("/")[2]
@@ -241,11 +266,10 @@ async def start_daemon(
 ) -> Daemon:
     """Start p2pd with this identity, connect it to at least one of the initial peers, and return the daemon.
 
-    Raises: ManifestError for a malformed address; LocalNetworkError when a port is in use or the daemon does not start;
-    SwarmUnreachableError when no initial peer answers.
+    Raises: ManifestError for a malformed initial peer; LocalNetworkError when a port is in use or the daemon does
+    not start; SwarmUnreachableError when no initial peer answers.
     """
     parse_addresses(initial_peers, needs_peer_id=True)
-    parse_addresses([*listen, *announce], needs_peer_id=False)
     for address in listen:
         require_free_port(address)
     sweep_sockets()

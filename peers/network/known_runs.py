@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 ASK_TIMEOUT = 10.0  # seconds to wait for a peer's answer to a call of this module
 PAUSE = 30.0  # seconds in which a peer that was asked for revoked tickets is not asked for them again
 REVOCATIONS = "revocations"  # name of the call; payload: a _RevocationsRequest, answer: packed Revocations or b""
-STRANGERS_LIMIT = 1000  # runs that Admissions remembers, at most, besides this node's own runs by invitation
+STRANGERS_LIMIT = 1000  # runs that Admissions remembers, at most, besides this node's own runs
 SEEK_AGAIN = 600.0  # seconds between two DHT searches for the manifest of the same run
 AMENDMENTS = "amendments"  # name of the call; payload: an _AmendmentRequest, answer: b""
 REQUEST_BYTES = 1024  # bytes of a packed _AmendmentRequest or _HeadsRequest, at most
@@ -59,8 +59,8 @@ class Admissions:
     """
 
     def __init__(self) -> None:
-        self._ours: dict[str, RunAdmission] = {}
-        self._others: OrderedDict[str, RunAdmission | None] = OrderedDict()  # admissions by run id; None: open run
+        self._ours: dict[str, RunAdmission | None] = {}  # admissions by run id; None: open run
+        self._others: OrderedDict[str, RunAdmission | None] = OrderedDict()
         self._asked: dict[str, float] = {}
         self._asking: asyncio.Task[None] | None = None
         self._sought: OrderedDict[str, float] = OrderedDict()
@@ -73,12 +73,11 @@ class Admissions:
     def learn(self, manifest: SignedManifest, is_ours: bool = True) -> None:
         """Record whether a run is open or by invitation. Of the runs that are not ours, remember only the newest."""
         run = manifest.run_id
-        if not manifest.is_by_invitation:
-            _remember(self._others, run, None)
-            return
         if run in self._ours:
             return
-        admission = self._others.pop(run, None) or RunAdmission(run, manifest.organiser)
+        admission = self._others.pop(run, None)
+        if manifest.is_by_invitation:
+            admission = admission or RunAdmission(run, manifest.organiser)
         if is_ours:
             self._ours[run] = admission
         else:
@@ -112,7 +111,7 @@ class Admissions:
         """Start a DHT search for a run's manifest, unless a search is running or this run was searched for lately."""
         now = time.monotonic()
         was_sought = now - self._sought.get(run, -SEEK_AGAIN) < SEEK_AGAIN
-        if self.find is None or _is_busy(self._seeking) or run in self._others or was_sought:
+        if self.find is None or _is_busy(self._seeking) or run in self._ours or run in self._others or was_sought:
             return
         _remember(self._sought, run, now)
         self._seeking = start_task(self._seek(run, self.find(run)))

@@ -194,7 +194,7 @@ class ManifestStore:
         for suffix in (SUFFIX, ORIGIN_SUFFIX, REVOKED_SUFFIX, SIGNED_SUFFIX):
             (self._directory / f"{run_id}{suffix}").unlink(missing_ok=True)
         self._origins.pop(run_id, None)
-        for gauge in (metrics.RUN_LIVE_PEERS, metrics.ARCHIVED_OUTER_STEP):
+        for gauge in (metrics.RUN_LIVE_PEERS, metrics.ARCHIVED_OUTER_STEP, metrics.ARCHIVED_STEPS_LEFT):
             with suppress(KeyError):
                 gauge.remove(run_id)
         logger.info("forgot the run %s: no peer uses it", run_id)

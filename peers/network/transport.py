@@ -29,6 +29,7 @@ from peers.network.daemon import (
     NETWORK_ERRORS,
     Daemon,
     Exposure,
+    own_addresses,
     parse_addresses,
     peer_errors,
     start_daemon,
@@ -123,6 +124,7 @@ class HivemindTransport:
 
         Raises: ManifestError, LocalNetworkError, SwarmUnreachableError (see start_daemon).
         """
+        listen, announce = (own_addresses(addresses, identity.peer_id) for addresses in (listen, announce))
         if local is None:
             local = all(is_loopback(host_of(address)) for address in initial_peers or listen)
         parse_addresses(initial_peers, needs_peer_id=True)

@@ -132,6 +132,7 @@ def something_has_happened() -> None:
     metrics.TOKENS_LOST.labels("work").inc(100)
     metrics.RUN_LIVE_PEERS.labels("tiny").set(3)
     metrics.ARCHIVED_OUTER_STEP.labels("tiny").set(7)
+    metrics.ARCHIVED_STEPS_LEFT.labels("tiny").set(93)
     for direction in ("sent", "received"):
         metrics.ROUND_BYTES.labels(direction).inc(1000)
     checkpointer.CHECKPOINTS.labels("saved").inc()

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from opendiloco.cli import main
+from opendiloco.cli import machine, main
 from opendiloco.cli.group import EXIT_CODES
 from tests.test_documentation import assert_is_a_command, blocks
 
@@ -139,8 +139,30 @@ def test_a_user_gets_a_unit_of_its_own_that_runs_join(tmp_path: Path, monkeypatc
     assert values(unit)["WorkingDirectory"] == [str(Path.cwd())], "paths are those of the folder it was typed in"
 
 
+@pytest.mark.parametrize("typed", [[], ["--identity", "my.pem"], ["--identity=my.pem"]])
+def test_a_unit_of_the_machine_names_one_key(typed: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: a key that was named came after the default one."""
+    monkeypatch.setattr(machine, "_HIDDEN", ())
+    done = CliRunner().invoke(main, ["service", "install", "--system", "--print", *typed])
+    assert done.exit_code == 0, done.output
+    assert f" bootstrap {' '.join(typed or ['--identity', 'bootstrap.pem'])}\n" in done.output
+
+
+def test_a_unit_of_the_machine_does_not_run_what_its_user_cannot_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: the unit was written, and failed at each start."""
+    monkeypatch.setattr(machine, "__file__", "/opt/diloco-peer/machine.py")
+    for folder, code in {"/opt": 0, "/homes": 0, "/tmp": 6, "/root": 6, "/home/me": 6}.items():
+        monkeypatch.setattr("sys.executable", f"{folder}/venv/bin/python")
+        done = CliRunner().invoke(main, ["service", "install", "--system", "--print"])
+        assert done.exit_code == code, done.output
+        assert ("in a virtual environment /opt/diloco-peer" in done.output) is (code == 6)
+
+
 @pytest.mark.parametrize("system", [False, True])
-def test_the_unit_that_is_written_is_accepted_and_restarts_as_ours_do(system: bool, tmp_path: Path) -> None:
+def test_the_unit_that_is_written_is_accepted_and_restarts_as_ours_do(
+    system: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine, "_HIDDEN", ())
     typed = ["--system", "--print"] if system else ["--print", INVITE]
     done = CliRunner().invoke(main, ["service", "install", *typed])
     assert done.exit_code == 0, done.output

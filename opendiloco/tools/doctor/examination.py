@@ -41,6 +41,7 @@ from opendiloco.volunteer.admission import enter, read_ticket
 from opendiloco.volunteer.volunteer import connected
 from opendiloco.workers.options import WorkerOptions, choose_devices
 from peers.errors import DilocoPeerError, ManifestError
+from peers.network.daemon import own_addresses
 from peers.network.links import LinkSettings
 from peers.network.own_network import everywhere
 from peers.network.transport import HivemindTransport
@@ -330,7 +331,8 @@ class Examination:
     # The network ------------------------------------------------------------------------------------------------------
     async def _examine_network(self) -> None:
         settings = self._settings
-        listen = settings.listen or everywhere(0)
+        # The doctor may have another key than the volunteer, whose id these addresses may end in.
+        listen, announce = own_addresses(settings.listen) or everywhere(0), own_addresses(settings.announce)
         self._at("starting libp2p's daemon")
         p2pd = await check_p2pd()
         ports = check_ports(listen, settings.data_port, self._has_volunteer)
@@ -346,7 +348,7 @@ class Examination:
         else:  # a running `join` may hold the chosen ports, so the doctor listens on any free ports
             listen, links = everywhere(0), LinkSettings()
         try:
-            async with connected(self._key, self._addresses, listen, settings.announce, links=links) as transport:
+            async with connected(self._key, self._addresses, listen, announce, links=links) as transport:
                 await self._examine_swarm(transport)
         except DilocoPeerError as lost:
             if self._is_reported("bootstrap") or isinstance(lost, ManifestError):  # ManifestError: an invalid address

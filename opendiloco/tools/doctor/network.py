@@ -167,14 +167,18 @@ def check_clock(nodes: Sequence[Node]) -> Finding:
 
 async def check_reach(transport: HivemindTransport, nodes: Sequence[Node]) -> Finding:
     """Find out how other peers can reach this machine, by asking bootstrap nodes to dial it."""
-    seen = await _dialled_back(transport, [node.address for node in nodes])
+    addresses = [node.address for node in nodes]
+    places = [place for address in addresses[:ASKED_NODES] if (place := await _data_place(transport, address))]
+    seen = await _dialled_back(transport, addresses, places)
     if not seen:
         if not any(node.answers for node in nodes):
             return skipped("reach", "no bootstrap node answers")
         remedy = (
-            "Allow outgoing TCP to the node's data port, or use a node that listens on 443 and 80 (docs/network.md)."
+            "Allow outgoing TCP to it here, and incoming TCP at the node, or use a node that listens on 443 and 80 "
+            "(docs/network.md)."
         )
-        return warned("reach", "no bootstrap node could be reached at its data port", remedy, reach=None)
+        named = f": {', '.join(places)}" if places else ""
+        return warned("reach", f"no bootstrap node's data port answers{named}", remedy, reach=None)
     best = max(seen, key=lambda one: (bool(one.open_port), one.keeps_ports))
     values: dict[str, Value] = {"seen_at": best.seen_at, "port": best.open_port or best.port}
     if best.open_port:
@@ -240,10 +244,11 @@ async def with_clock(transport: HivemindTransport, node: Node) -> Node:
     return Node(node.address, node.answers, *min(measured)) if measured else node
 
 
-async def _dialled_back(transport: HivemindTransport, addresses: Sequence[str]) -> list[_DialledBack]:
-    """Ask bootstrap nodes to dial this machine's data ports, and return their answers. Wait up to `MAPPING_SECONDS` for
-    the router to open a port."""
-    places = [place for address in addresses[:ASKED_NODES] if (place := await _data_place(transport, address))]
+async def _dialled_back(
+    transport: HivemindTransport, addresses: Sequence[str], places: Sequence[str]
+) -> list[_DialledBack]:
+    """Ask the bootstrap nodes whose data ports are at `places` to dial this machine's data ports, and return their
+    views of this machine. Wait up to `MAPPING_SECONDS` for the router to open a port."""
     waits = is_behind_nat() and not all(map(is_loopback, map(host_of, addresses)))
     end = time.monotonic() + (MAPPING_SECONDS if waits else 0.0)
     while True:

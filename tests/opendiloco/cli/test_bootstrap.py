@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -64,7 +65,7 @@ def test_a_node_of_this_machine_is_not_announced(
 @pytest.mark.parametrize(("host", "where"), [("127.0.0.1", "this"), ("192.0.2.1", "any")])
 def test_the_machines_that_can_use_a_node_are_named(host: str, where: str, capsys: pytest.CaptureFixture[str]) -> None:
     _show_addresses((f"/ip4/{host}/tcp/1/p2p/a",))
-    assert f"type on {where} machine" in capsys.readouterr().out
+    assert f"type on {where} machine with torch" in capsys.readouterr().out
 
 
 def test_a_bootstrap_node_serves_metrics(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -92,8 +93,11 @@ def test_an_archive_that_cannot_be_written_is_found_at_the_start(
     arguments = ["bootstrap", "--identity", str(tmp_path / "key.pem"), "--archive"]
     good, bad = tmp_path / "deep" / "archive", tmp_path / "key.pem" / "archive"
     done = CliRunner().invoke(main, [*arguments, str(good)])
-    assert f"The archive is in {good}\n" in done.output
+    assert re.search(f"^The archive is in {good} and may use [0-9.]+ \\w?B$", done.output, re.MULTILINE)
     assert good.is_dir()
+    small = CliRunner().invoke(main, [*arguments, str(good), "--max-disk", "0.06"])
+    assert f"The archive is in {good} and may use 60 MB\n" in small.output
+    assert "the archive may use only 60 MB: free some space, or raise --max-disk" in small.output
     refused = CliRunner().invoke(main, [*arguments, str(bad)])
     assert refused.exit_code == 6
     assert f"the archive's folder {bad} cannot be used: Not a directory." in refused.output
@@ -101,7 +105,14 @@ def test_an_archive_that_cannot_be_written_is_found_at_the_start(
 
 
 @pytest.mark.parametrize(
-    "wrong", [["--announce", "example.org"], ["--initial-peer", "/ip4/192.0.2.1/tcp/1"], ["--max-disk", "10"]]
+    "wrong",
+    [
+        ["--announce", "example.org"],
+        ["--announce", "/dns4/bootstrap.example.org"],
+        ["--listen", "/ip4/0.0.0.0"],
+        ["--initial-peer", "/ip4/192.0.2.1/tcp/1"],
+        ["--max-disk", "10"],
+    ],
 )
 def test_a_wrong_option_is_wrong_usage(tmp_path: Path, wrong: list[str]) -> None:
     """Regression: a malformed address ended with 3, and --max-disk without an archive was ignored."""

@@ -23,6 +23,7 @@ from opendiloco.storage import archive as archives
 from opendiloco.storage.archive import Archive, ArchivedRun, _DiskRoom, _NoRoomError
 from opendiloco.storage.run_folder import read_curve
 from opendiloco.training.codec import BLOCK_VALUES, BlockCodec
+from peers import metrics
 from peers.errors import LocalProtocolError
 from peers.log.folder import LogFolder
 from peers.log.head_signer import SIGNED
@@ -330,6 +331,8 @@ def test_a_run_that_is_too_large_is_not_fetched_until_there_is_room(
         asyncio.run(kept._keep_snapshot([beat], ["a"], 0))
     assert look(8 * VALUES) == []
     assert (fetched, kept.end) == (["payload"], states[1])
+    left = metrics.ARCHIVED_STEPS_LEFT.labels(run.run_id)._value.get()
+    assert left == run.config.total_outer_steps - 1, "alerts leave out a run that is over"
     assert len(look(20_000_000, index=2)) == 1, "it fitted meanwhile"
     assert fetched == ["payload"]
     [reason] = HEALTH.reasons
@@ -383,6 +386,26 @@ def test_most_of_the_disk_is_for_runs_unless_the_owner_says_how_much(
         with pytest.raises(_NoRoomError, match=r"may have 10.8 kB; all runs have 8.19 kB of 43.4 kB"):
             async with room.held("a", 11_000):
                 raise AssertionError
+
+    asyncio.run(scenario())
+
+
+def test_a_full_disk_is_reported_before_any_run_needs_it(
+    small_config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: the node stayed healthy until a run with entries could not be kept."""
+    monkeypatch.setattr(archives, "POLL", 0.01)
+    free = [999_999]
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=free[0]))
+
+    async def scenario() -> None:
+        network = ManyRuns("")
+        async with keeping(network, [invited(small_config)], tmp_path):
+            await network.until(lambda: len(HEALTH.reasons) > 0, "the full disk is not reported")
+            [reason] = HEALTH.reasons
+            assert f"the disk of the archive {tmp_path} is full: free some space" in reason
+            free[0] = 1_000_000
+            await network.until(lambda: not HEALTH.reasons, "the free disk is not reported")
 
     asyncio.run(scenario())
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 from pathlib import Path
 
 import pytest
@@ -9,8 +11,9 @@ import pytest
 from opendiloco.config.run_config import RunConfig
 from opendiloco.errors import MachineError
 from opendiloco.run import Run
-from opendiloco.storage.run_folder import RunFolder, read_manifest
+from opendiloco.storage.run_folder import RunFolder, read_manifest, remembered_addresses
 from peers.errors import ManifestError
+from peers.network.first_contact import FILE_NAME
 from peers.values.identity import Identity
 
 
@@ -50,6 +53,21 @@ def test_who_comes_back_knows_the_manifest(run: Run, tmp_path: Path, caplog: pyt
     before.manifest.write_bytes(Run.sign(run.config, Identity.generate()).manifest.pack())
     assert before.remembered_manifest() is None
     assert "does not match the run id" in caplog.text
+
+
+def test_the_addresses_that_were_stored_last_come_first(run: Run, tmp_path: Path) -> None:
+    """Regression: the peer id that came first in the alphabet hid all others, however old its addresses were."""
+    for name, stored_at in (("Old", 1.0), ("PeerA", 3.0), ("PeerB", 2.0)):
+        others = [Identity.generate().peer_id for _ in range(6)]
+        peers = [
+            {"peer": peer, "addresses": [f"/ip4/11.77.0.9/tcp/{int(stored_at)}/p2p/{peer}"], "since": 1, "seen": 1}
+            for peer in others
+        ]
+        path = RunFolder.open(run, name, tmp_path).path / FILE_NAME
+        path.write_text(json.dumps({"run": run.run_id, "peers": peers}))
+        os.utime(path, (stored_at, stored_at))
+    found = remembered_addresses(run.run_id, tmp_path)
+    assert [address.split("/")[4] for address in found] == ["3"] * 6 + ["2"] * 2
 
 
 def test_one_that_cannot_be_made(run: Run, tmp_path: Path) -> None:

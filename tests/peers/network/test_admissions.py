@@ -106,12 +106,15 @@ class TestRecords:
     def test_runs_of_others_are_forgotten_and_ours_are_not(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("peers.network.known_runs.STRANGERS_LIMIT", 2)
         assert STRANGERS_LIMIT > 2
-        made = admissions(BY_INVITATION)
+        made, sought = admissions(BY_INVITATION, OPEN), list[str]()
+        made.find = sought.append  # type: ignore[assignment]
         others = [SignedManifest.create(ORGANISER, f"x{one}", {"admission": {"mode": "invite"}}) for one in range(4)]
         for other in others:
             made.learn(other, is_ours=False)
         assert [made.of(other.run_id) is not None for other in others] == [False, False, True, True]
         assert made.of(RUN) is not None
+        assert made.admits(beat_of(STRANGER, OPEN.run_id), time.time())
+        assert not sought, "regression: an open run of ours was forgotten, and then searched for"
 
 
 class TestRevocations:

@@ -1,4 +1,4 @@
-"""The work that ends libp2p's daemon is done whole, whatever cancels it."""
+"""What libp2p's daemon is started with, and that the work that ends it is done whole, whatever cancels it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,11 @@ import asyncio
 
 import pytest
 
+from peers.errors import OwnAddressError
+from peers.network import transport
 from peers.network.daemon import _uninterrupted
+from peers.network.transport import HivemindTransport
+from peers.values.identity import Identity
 from tests.peers.network.test_throttle import simulate
 
 
@@ -42,3 +46,40 @@ def test_work_that_fails_says_so() -> None:
             await _uninterrupted(fail())
 
     simulate(story())
+
+
+@pytest.mark.parametrize("option", ["listen", "announce"])
+def test_an_own_address_may_end_in_the_own_peer_id_and_in_no_other(
+    option: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: the address that a node prints, pasted into --announce, was printed with its id twice; another node's
+    id and a missing port passed."""
+    me, other = Identity.generate(), Identity.generate()
+    seen = list[str]()
+
+    async def start_daemon(
+        identity: Identity, contacts: object, listen: list[str], announce: list[str], *_: object
+    ) -> None:
+        seen.extend(listen if option == "listen" else announce)
+        raise EOFError
+
+    monkeypatch.setattr(transport, "start_daemon", start_daemon)
+
+    def create(*addresses: str) -> None:
+        asyncio.run(HivemindTransport.create(me, **{option: addresses}))  # type: ignore[arg-type]
+
+    place = "/dns4/bootstrap.example.org/tcp/31337"
+    relay = f"{place}/p2p/{other.peer_id}/p2p-circuit"
+    with pytest.raises(EOFError):
+        create(place, f"{place}/p2p/{me.peer_id}", f"{place}/p2p/{me.peer_id}/p2p/{me.peer_id}/", relay)
+    assert seen == [place, place, place, relay]
+    cases = [
+        (f"{place}/p2p/{other.peer_id}", "has another node's peer id"),
+        ("/dns4/bootstrap.example.org", "has no TCP or QUIC port"),
+        ("/ip4/192.0.2.1/udp/31337", "has no TCP or QUIC port"),
+        ("example.org", "is not a multiaddress"),
+    ]
+    for wrong, said in cases:
+        with pytest.raises(OwnAddressError, match=said) as refused:
+            create(wrong)
+        assert refused.value.exit_code == 2

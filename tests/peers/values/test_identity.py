@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 from pathlib import Path
@@ -38,6 +39,28 @@ def test_saving_never_replaces_a_key(tmp_path: Path) -> None:
         Identity.generate().save(path)
     assert path.read_text() == "precious"
     assert os.listdir(tmp_path) == ["peer.pem"]
+
+
+@pytest.mark.parametrize(
+    ("number", "remedy"),
+    [
+        (errno.ENOSPC, "Free some space there"),
+        (errno.EDQUOT, "Free some space"),
+        (errno.EROFS, "a directory that you may"),
+    ],
+)
+def test_a_key_that_cannot_be_saved_has_the_remedy_of_its_cause(
+    number: int, remedy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: on a full disk, a directory was asked for in which one may write."""
+
+    def fail(descriptor: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(LocalNetworkError, match=remedy):
+        Identity.load_or_create(tmp_path / "peer.pem")
+    assert os.listdir(tmp_path) == []
 
 
 def test_missing_directory_is_named(tmp_path: Path) -> None:

@@ -87,7 +87,7 @@ def test_addresses(
     ("seen", "node", "verdict", "says", "reach"),
     [
         ([], OTHER, SKIPPED, "no bootstrap node", None),
-        ([], NODE, WARN, "443 and 80", None),
+        ([], NODE, WARN, "no bootstrap node's data port answers: 192.0.2.1:31338", None),
         ([SYMMETRIC, CONE, OPEN], NODE, PASS, "open: a bootstrap node has dialled 198.51.100.7, port 4000", "open"),
         ([SYMMETRIC, CONE], NODE, PASS, "punched", "punched"),
         ([SYMMETRIC], NODE, WARN, "relayed", "relayed"),
@@ -101,9 +101,13 @@ def test_how_others_reach_this_machine(
     reach: str | None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    async def dialled_back(transport: object, addresses: Sequence[str]) -> list[_DialledBack]:
+    async def dialled_back(transport: object, addresses: Sequence[str], places: Sequence[str]) -> list[_DialledBack]:
         return seen
 
+    async def data_place(transport: object, address: str) -> str:
+        return "192.0.2.1:31338"
+
+    monkeypatch.setattr(network, "_data_place", data_place)
     monkeypatch.setattr(network, "_dialled_back", dialled_back)
     transport: Any = None
     found = asyncio.run(check_reach(transport, [node]))
