@@ -27,6 +27,7 @@ from opendiloco.library.ranks import Ranks
 from opendiloco.library.swarm import LoopWorker, OuterStep, SwarmThread
 from opendiloco.library.text import RunsText
 from opendiloco.model.layout import Layout
+from opendiloco.model.parameters import trainable
 from opendiloco.run import Run
 from opendiloco.shared_memory import Vector
 from opendiloco.training.outer import inner_learning_rate_factor
@@ -155,6 +156,12 @@ class DiLoCo:
             raise LoopError(
                 f"the inner optimizer is a {type(self._inner_optimizer).__name__}, not one of torch.optim.",
                 "Give the optimizer whose step() trains the model.",
+            )
+        stepped = {id(each) for group in self._inner_optimizer.param_groups for each in group["params"]}
+        if stepped.isdisjoint(map(id, trainable(model).values())):
+            raise LoopError(
+                "the inner optimizer has none of the model's trainable parameters, so nothing would be trained.",
+                "Create it from the parameters of this model, after the model was copied, converted or sharded.",
             )
         self._ranks = Ranks()
         folders = [Path(each) for each in ([data] if isinstance(data, str | Path) else data)]

@@ -101,6 +101,17 @@ def test_what_steps_no_torch_optimizer_is_refused_before_anything_is_joined() ->
         DiLoCo(torch.nn.Linear(3, 2), SimpleNamespace(step=print), "tiny-1")  # type: ignore[arg-type]
 
 
+def test_an_optimizer_of_another_model_is_refused_before_anything_is_joined(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: a whole run learned nothing. An optimizer of a part is fine: a loop may have two."""
+    monkeypatch.setattr(Invite, "parse", lambda text: Invite("tiny-1", ()))
+    model = torch.nn.Linear(3, 2)
+    others = torch.optim.SGD(copy.deepcopy(model).parameters())
+    with pytest.raises(LoopError, match="optimizer has none of the model's trainable parameters") as caught:
+        DiLoCo(model, others, run="diloco:tiny-1")
+    assert "parameters of this model" in caught.value.remedy
+    DiLoCo(model, torch.optim.SGD([model.bias]), run="diloco:tiny-1")
+
+
 def test_a_model_in_a_type_that_cannot_be_trained_is_refused_in_one_line() -> None:
     model = torch.nn.Linear(3, 2).to(torch.float8_e4m3fn)
     with pytest.raises(LoopError, match="parameter weight is float8_e4m3fn") as caught:
