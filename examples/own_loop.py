@@ -1,6 +1,6 @@
 """A researcher's own training loop that joins a run as a peer, beside volunteers who run `diloco-peer join`.
 
-    python examples/own_loop.py run.toml diloco:tiny-qz3h…4a@/ip4/…
+    python examples/own_loop.py run.toml diloco:tiny-qz3h…4a@/ip4/… [--data FOLDER]
 
 It prints the loss of each outer step's last inner step, until the run is over.
 """

@@ -4,6 +4,7 @@ model at each outer step."""
 from __future__ import annotations
 
 import atexit
+import logging
 import math
 import threading
 import weakref
@@ -27,6 +28,7 @@ from opendiloco.library.ranks import Ranks
 from opendiloco.library.swarm import LoopWorker, OuterStep, SwarmThread
 from opendiloco.library.text import RunsText
 from opendiloco.model.layout import Layout
+from opendiloco.model.parameters import trainable
 from opendiloco.run import Run
 from opendiloco.shared_memory import Vector
 from opendiloco.training.outer import inner_learning_rate_factor
@@ -39,6 +41,7 @@ from peers.values.leases import SampleRange
 from peers.values.manifest import Invite
 from peers.values.workload import InnerLoop, Trained
 
+logger = logging.getLogger(__name__)
 Found = TypeVar("Found")
 
 BEFORE_EXIT: Callable[..., object] = getattr(threading, "_register_atexit", atexit.register)
@@ -156,6 +159,12 @@ class DiLoCo:
                 f"the inner optimizer is a {type(self._inner_optimizer).__name__}, not one of torch.optim.",
                 "Give the optimizer whose step() trains the model.",
             )
+        stepped = {id(each) for group in self._inner_optimizer.param_groups for each in group["params"]}
+        if stepped.isdisjoint(map(id, trainable(model).values())):
+            raise LoopError(
+                "the inner optimizer has none of the model's trainable parameters, so nothing would be trained.",
+                "Create it from the parameters of this model, after the model was copied, converted or sharded.",
+            )
         self._ranks = Ranks()
         folders = [Path(each) for each in ([data] if isinstance(data, str | Path) else data)]
         missing = [str(folder) for folder in folders if not folder.exists()]
@@ -188,6 +197,9 @@ class DiLoCo:
                 if self._swarm.is_alive():
                     self._swarm.give_up()
             raise
+        if self.finished and self._ranks.is_first:
+            over = "run %s is over (%d outer steps): nothing is trained; the model has its final weights"
+            logger.warning(over, self.run.run_id, self.outer_step)
         self._until_leaving.callback(self._inner_optimizer.register_step_post_hook(self._after_inner_step).remove)
         return self
 
@@ -276,8 +288,8 @@ class DiLoCo:
             self._tokens.say(tokens)
 
     def batches(self) -> Iterator[torch.Tensor]:
-        """Yield batches of the run's text, as token ids of shape (batch_size, sequence_length + 1), until the run is
-        over.
+        """Open the run's text, and return an iterator of its batches until the run is over: token ids of shape
+        (batch_size, sequence_length + 1).
 
         Processes that share the model get equal shares of each batch, which the first process reads. If a batch cannot
         be divided, some windows are in two shares.
@@ -285,12 +297,16 @@ class DiLoCo:
         A batch is for one inner step, and is repeated until the optimizer has taken one. Meanwhile a separate process
         tokenizes the next shard of a source with shards; it ends with this iterator, or when the loop leaves.
 
-        Raises: DataError; LoopError if no step is ever taken.
+        Raises: DataError. The iterator raises LoopError if no step is ever taken.
         """
         run = self._entered().with_data(self._text.folders)
-        with closing(Ahead(run.config)) as ahead:
-            self._until_leaving.callback(ahead.close)  # `ahead` ends with the loop, even if this iterator does not
-            self._ranks.from_first(lambda: self._open_text(run, ahead))
+        ahead = Ahead(run.config)
+        self._until_leaving.callback(ahead.close)  # `ahead` ends with the loop, even if the iterator does not
+        self._ranks.from_first(lambda: self._open_text(run, ahead))
+        return self._batches(run, ahead)
+
+    def _batches(self, run: Run, ahead: Ahead) -> Iterator[torch.Tensor]:
+        with closing(ahead):
             step, draws = (-1, -1), 0
             while self._work is not None:
                 self._interrupt.raise_again()

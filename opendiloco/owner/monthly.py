@@ -28,7 +28,7 @@ KEEP_SECONDS = 30.0
 PACE_SECONDS = SECONDS_A_DAY
 """Seconds over which the pace is averaged. A whole day includes hours without training, and keeps one download of the
 state from counting as a pace for the month."""
-NEAR = 0.9  # contributions become smaller once this share of a limit's bytes is sent, at any pace
+NEAR = 0.9  # share of a limit's bytes from which the volunteer warns, and makes contributions smaller, at any pace
 SPENT = 0.98
 """Share of a limit at which the volunteer pauses. The rest is for the round under way, which is finished first."""
 KEPT_MONTHS = 4
@@ -84,6 +84,11 @@ class _Use:
     limit: float | None
 
     @property
+    def is_nearly_spent(self) -> bool:
+        """True from the share `NEAR` of the limit on."""
+        return self.limit is not None and self.moved >= NEAR * self.limit
+
+    @property
     def share(self) -> float:
         """The largest share of the present pace (above 0, at most 1) with which the traffic stays within the limit
         until the month's end."""
@@ -93,7 +98,7 @@ class _Use:
         if left <= 0:
             return LEAST_SHARE
         share = left / to_come if to_come > left else 1.0
-        return max(min(share, NEAR if self.moved >= NEAR * self.limit else 1.0), LEAST_SHARE)
+        return max(min(share, NEAR if self.is_nearly_spent else 1.0), LEAST_SHARE)
 
     def __str__(self) -> str:
         limit = "" if self.limit is None else f" of {in_words(round(self.limit))}"
@@ -195,16 +200,16 @@ class MonthlyTraffic:
         return self.uses()[0].share
 
     def lines(self) -> list[str]:
-        """Return lines about the month's traffic, and about an upload limit that is near, or no lines if there are no
-        limits."""
+        """Return lines about the month's traffic, and about each limit that is near, or no lines if there are no limits."""
         if not any(self._limits):
             return []
         up, down = self.uses()
         lines = [f"this month (UTC): {up} · {down}"]
-        if up.share < 1:
-            foreseen = f"up {in_words(round(up.foreseen))}"
-            end = f"{_end_of_month(self._clock()):%Y-%m-%d}"
-            lines.append(f"near the limit: {foreseen} by {end} at this pace")
+        for use in (up, down):
+            if use.is_nearly_spent or (use is up and up.share < 1):  # a joiner's download of the state is no pace
+                foreseen = f"{use.direction} {in_words(round(use.foreseen))}"
+                end = f"{_end_of_month(self._clock()):%Y-%m-%d}"
+                lines.append(f"near the limit: {foreseen} by {end} at this pace")
         return lines
 
     def conditions(self) -> tuple[Condition, ...]:

@@ -69,8 +69,8 @@ AT_WORK = frozenset({State.TRAINING, State.READY, State.AVERAGING, State.APPLYIN
 LOOK_SECONDS = 2.0  # seconds between two checks of the other peers' losses and of the end of the run
 ALONE = (
     "no other peer and no archive of this run was found: this machine begins it at outer step 0. If others have "
-    "trained in it before, leave (Ctrl-C) and join when one of them or an archive is online: if a run begins twice, "
-    "only one beginning is kept"
+    "trained in it before, leave the run, and join again when one of them or an archive is online: if a run begins "
+    "twice, only one beginning is kept"
 )
 HAND_OVER_SECONDS = 10.0  # seconds that a leaving volunteer waits until another machine has the newest outer step
 HAND_OVER_LOOK = 0.2  # seconds between two checks that another machine has the newest outer step

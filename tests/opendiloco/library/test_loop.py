@@ -101,6 +101,17 @@ def test_what_steps_no_torch_optimizer_is_refused_before_anything_is_joined() ->
         DiLoCo(torch.nn.Linear(3, 2), SimpleNamespace(step=print), "tiny-1")  # type: ignore[arg-type]
 
 
+def test_an_optimizer_of_another_model_is_refused_before_anything_is_joined(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: a whole run learned nothing. An optimizer of a part is fine: a loop may have two."""
+    monkeypatch.setattr(Invite, "parse", lambda text: Invite("tiny-1", ()))
+    model = torch.nn.Linear(3, 2)
+    others = torch.optim.SGD(copy.deepcopy(model).parameters())
+    with pytest.raises(LoopError, match="optimizer has none of the model's trainable parameters") as caught:
+        DiLoCo(model, others, run="diloco:tiny-1")
+    assert "parameters of this model" in caught.value.remedy
+    DiLoCo(model, torch.optim.SGD([model.bias]), run="diloco:tiny-1")
+
+
 def test_a_model_in_a_type_that_cannot_be_trained_is_refused_in_one_line() -> None:
     model = torch.nn.Linear(3, 2).to(torch.float8_e4m3fn)
     with pytest.raises(LoopError, match="parameter weight is float8_e4m3fn") as caught:
@@ -159,7 +170,7 @@ def test_a_loop_outside_of_its_with_block_says_so(monkeypatch: pytest.MonkeyPatc
     """Regression: most methods raised AttributeError, and the learning rate's factor was 0."""
     loop = loop_of_its_own(monkeypatch)
     for use in (
-        lambda: next(loop.batches()),
+        loop.batches,
         lambda: loop.report(1.0),
         lambda: loop.track("tensorboard:x"),
         lambda: loop.learning_rate_factor,
@@ -245,6 +256,23 @@ def test_a_loop_that_has_ended_without_a_word_leaves_the_run(
     asyncio.run(asyncio.wait_for(loop._swarm._leave_when_abandoned(Leaving()), 30))  # type: ignore[arg-type]
     assert (len(looked), len(left)) == (3, 1)
     assert "ended without leaving the run" in caplog.text
+
+
+def test_a_loop_in_a_run_that_is_over_is_warned_that_it_trains_nothing(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Regression: it yielded no batch, without a word."""
+    loop = loop_of_its_own(monkeypatch)
+    worker = worker_of(loop)
+    worker.run_is_over(4)
+
+    async def take_part() -> None:
+        loop._swarm.joined.set_result(Joined(new_run(), worker, lambda: None))
+
+    monkeypatch.setattr(loop._swarm, "_take_part", take_part)
+    with loop:
+        assert loop.finished
+    assert caplog.text.count("is over (4 outer steps): nothing is trained; the model has its final weights") == 1
 
 
 @pytest.mark.parametrize("asked", ["inner step", "batch"])
@@ -368,6 +396,14 @@ def test_a_loop_that_cannot_or_is_not_to_read_the_runs_text_takes_no_turns(
     unwilling = loop_that_may_evaluate(small_config, monkeypatch, data=[folder], evaluates=False)
     assert evaluate(unwilling) is None
     assert unwilling._text.opened is None
+
+
+def test_text_that_cannot_be_read_is_an_error_where_batches_are_asked_for(
+    small_config: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: the first batch raised it."""
+    with pytest.raises(DataError, match="may mean files on this machine"):
+        loop_that_may_evaluate(small_config, monkeypatch).batches()
 
 
 def test_a_loss_is_reported_without_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:

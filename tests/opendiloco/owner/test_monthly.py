@@ -136,10 +136,13 @@ def test_the_pace_is_that_of_a_day_and_a_limit_is_near_from_nine_tenths_on(machi
 
 
 def test_what_is_downloaded_makes_no_contribution_thinner(machine: Machine) -> None:
-    """A joiner's download of the state is no pace, and contributions only go up."""
-    traffic = machine.move(machine.traffic(up=100, down=100), down=95)
+    """A joiner's download of the state is no pace, and contributions only go up. Regression: a spent limit on downloads
+    came without a warning."""
+    traffic = machine.move(machine.traffic(up=100, down=100), down=89)
+    assert (traffic.share(), len(traffic.lines())) == (1.0, 1)
+    machine.move(traffic, down=1)
     assert traffic.share() == 1.0
-    assert len(traffic.lines()) == 1
+    assert traffic.lines()[1:] == ["near the limit: down 1.44 TB by 2026-12-01 at this pace"]
 
 
 def test_a_clock_that_was_wrong_for_a_while_loses_no_month(machine: Machine) -> None:

@@ -290,6 +290,7 @@ def test_the_programs_of_the_page_run(
     """Those that try an idea, in their order, on a smaller model and text."""
     small = config_of(small_content)
     monkeypatch.setattr(RunConfig, "from_toml", lambda path: small)
+    monkeypatch.setattr(torch, "set_num_threads", lambda count: None)  # it would stay for the tests after this one
     before, program = Reference(small).held_out_loss(), dict[str, Any]()
     tried = PAGE.read_text(encoding="utf-8").partition("\n## Trying an idea\n")[2]
     for block in re.findall(r"^```python\n(.*?)^```$", tried, re.MULTILINE | re.DOTALL):

@@ -173,3 +173,4 @@ def test_a_volunteer_that_begins_a_run_alone_is_warned(
     alone._driver = cast(Any, here(peer=peer))
     alone.run = cast(Any, here(manifest=here(organiser=facts["organiser"])))
     assert alone._founds_alone is warns
+    assert "Ctrl-C" not in module.ALONE, "a program that calls the library has no terminal"
