@@ -198,8 +198,8 @@ def create_vectors(values: int) -> SharedVectors:
 
 
 def memory(name: str) -> int:
-    """Return the bytes in a line of this process's /proc/self/status: `VmRSS` is the memory taken now, `VmHWM` its
-    peak."""
+    """Return the value, in bytes, of a line of this process's /proc/self/status: `VmRSS` is the memory taken now,
+    `VmHWM` its peak."""
     lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
 

@@ -1,4 +1,4 @@
-"""A training with transformers' Trainer that joins a run as a peer. Needs `pip install -c constraints.txt '.[trainer]'`.
+"""A training with transformers' Trainer as a peer of a run. Needs `pip install -c constraints.txt '.[trainer]'`.
 
     python examples/trainer_callback.py run.toml diloco:tiny-qz3h…4a@/ip4/… --text FOLDER
 

@@ -183,7 +183,7 @@ def _line(setting: Setting, value: Any, origin: str) -> str:
 
 @click.group()
 def identity_group() -> None:
-    """Show the key of this machine."""
+    """Show the peer id of this machine, and the path of its key file."""
 
 
 @identity_group.command("show", short_help="Print the peer id and the path of the key.")

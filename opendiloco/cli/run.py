@@ -65,7 +65,9 @@ def plan(run_toml: Path, links_toml: Path, json_file: Path | None) -> None:
 
     config, links = RunConfig.from_toml(run_toml), LinksFile.from_toml(links_toml)
 
-    from opendiloco.model.build import sized_skeleton  # slow import, so errors in the two files are reported first
+    from opendiloco.model.build import (
+        sized_skeleton,
+    )  # slow import, so errors in RUN_TOML and LINKS_TOML are reported first
 
     with chdir(run_toml.parent):  # base of the relative paths in run.toml
         planned = plan_of(config, sized_skeleton(config), links)

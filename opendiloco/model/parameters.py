@@ -78,9 +78,9 @@ def transformer_blocks(model: Any) -> list[Any]:
 # The parameters outside of the blocks, except with "balanced":
 #
 # - "apart", the default: they are a fragment of their own, the last one. The paper shows the embeddings as a fragment
-#   (figure 17), and synchronises some fragment every 11, 5 and 2 of 100 inner steps (appendix), which fits 9, 17 and 37
-#   fragments, one more than those of blocks. The paper does not place the head and the last norm. They go with the
-#   embeddings, so that tied weights stay together.
+#   (figure 17). In an outer step of 100 inner steps, its three models synchronise a fragment every 11, 5 and 2 inner
+#   steps (appendix). This fits 9, 17 and 37 fragments: those of the blocks and one more. The paper does not place the
+#   head and the last norm. They go with the embeddings, so that tied weights stay together.
 # - "ends", not from the paper: those before the blocks go with the first fragment, those after the blocks with the
 #   last.
 #

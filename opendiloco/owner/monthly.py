@@ -200,7 +200,7 @@ class MonthlyTraffic:
         return self.uses()[0].share
 
     def lines(self) -> list[str]:
-        """Return lines about the month's traffic, and about each limit that is near, or no lines if there are no limits."""
+        """Return lines about the month's traffic, and about each limit that is near; no lines without limits."""
         if not any(self._limits):
             return []
         up, down = self.uses()
@@ -227,7 +227,8 @@ class MonthlyTraffic:
 
 
 def _read(path: Path, level: int = logging.WARNING) -> _Count:
-    """Return the count in a volunteer's file, or an empty count if the file is missing or unreadable."""
+    """Read the count of bytes sent and received from a volunteer's file, and return it. Return an empty count if the
+    file is missing or unreadable."""
     try:
         return _Count.model_validate_json(path.read_bytes())
     except FileNotFoundError:

@@ -286,7 +286,7 @@ class TrainerWorkload(Generic[InnerTrainer_co]):
 
     async def unchanged(self, index: int, fragment: int) -> None:
         work = self._fragments[fragment]
-        if not self._goes_on_with(work):  # otherwise a later entry may include this peer's payload
+        if not self._goes_on_with(work):  # if they have, keep the residual: a later entry may include the payload
             work.residual.forget()
         async with self._state_lock:
             await self._decided(index, fragment, is_changed=False)

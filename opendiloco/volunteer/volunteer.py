@@ -247,7 +247,7 @@ async def _recall_moments(folder: RunFolder, supervisor: Supervisor) -> None:
     except (SnapshotError, OSError) as error:
         logger.warning("the inner optimizer begins anew, with smaller steps: %s: %s", path, error)
     else:
-        logger.info("the inner optimizer goes on with %s", path.name)
+        logger.info("the inner optimizer continues with the moments loaded from %s", path.name)
 
 
 class Volunteer:

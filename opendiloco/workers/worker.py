@@ -151,8 +151,8 @@ class ControlChannel:
             self._connection.sendall(message.line())
 
     def average_of(self, fragment: int, number: int) -> _Average | None:
-        """Return the `TakeAverage` command for a fragment that training `number` has stored, or None if there is none
-        yet."""
+        """Return the newest `TakeAverage` command for `fragment` if it belongs to training `number`, which stored the
+        fragment; otherwise None."""
         average = self._averages.get(fragment)
         return average if average is not None and average.number == number else None
 
@@ -458,7 +458,7 @@ def _freeze() -> None:
 # Training ------------------------------------------------------------------------------------------------------------
 class InnerLoops:
     """The runner of a worker's trainings. Between inner steps and while it waits, it calls `carry_out_asides`, which
-    carries out commands about moments."""
+    carries out commands to write the inner optimizer's moments to a file, or to load them from one."""
 
     def __init__(
         self,

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from peers.driver.driver import Driver
     from peers.network.transport import HivemindTransport
 
-REDUCERS = 2  # maximum number of chunks averaged at once
+REDUCERS = 2  # maximum number of chunks that this peer averages at the same time
 Shown: TypeAlias = Sequence[tuple[ChunkProof, Blocks] | None]
 
 

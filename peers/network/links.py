@@ -341,7 +341,8 @@ class _Way:
             self._retry_at = self._links.clock() + pause
 
     async def dial_first(self, contact: Contact) -> None:
-        """Dial all of the peer's endpoints at once. If one answers, add a connection for each side's conversations."""
+        """Dial all of the peer's endpoints at once. If one answers, make sure that each side has a connection
+        for its own conversations."""
         local = not self._links.port or all(map(is_local, contact.endpoints))
         endpoints = [one for one in contact.endpoints if local or not is_local(one)]
         pending = {start_task(self._connect(one, is_ours=True)) for one in endpoints}

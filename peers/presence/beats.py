@@ -316,8 +316,9 @@ class Beats:
 
     # Requests for heartbeats ----------------------------------------------------------------------------------
     def hand_out(self, sender: str, request: Request, now: float, wall: float) -> bytes:
-        """Return a packed page with heartbeats of peers that we hear, except those that the request names. One of them
-        may be of another machine with the sender's key.
+        """Return a packed page with the heartbeats of this peer and of the peers that it hears, except those that the
+        request names. A heartbeat with the sender's own key is included, by which the sender notices another machine
+        that uses its key.
 
         Raises: RemoteProtocolError; AdmissionError when the sender needs a ticket and has shown none.
         """

@@ -221,8 +221,8 @@ class Replica(StateMachine):
 
     # Signed heads (R19) -----------------------------------------------------------------------------------------
     def hear_signed(self, seen: SignedHeadsSeen) -> None:
-        """Store the heads that archives have signed. If any is new, ask the peers that were passed over again, because
-        they may have the signed log."""
+        """Store the heads that archives have signed. If any is new, end the pauses in which some peers are not asked
+        for their logs, because these peers may have the signed log."""
         is_new, self._archives = seen.signed != self.signed, seen
         if is_new:
             self._presence.branches.look_again()

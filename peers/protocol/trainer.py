@@ -142,7 +142,8 @@ class Trainer(StateMachine):
 
     @property
     def is_stuck(self) -> bool:
-        """True if the worker has made no progress for so long that it hangs, or is being restarted."""
+        """True if the worker seems to hang: it trains, and has made no progress for much longer than in any finished
+        training."""
         return self.watch.is_stuck(self._context.now)
 
     def inner_step(self) -> int:

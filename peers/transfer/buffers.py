@@ -103,8 +103,8 @@ class PayloadBuffers:
         return empty(self.size.bytes) if spare is None else spare
 
     def room_for_fetch(self) -> memoryview:
-        """Return memory for a payload that this peer will fetch. It is filled with the averages of the open round, so
-        that correct chunks need not be fetched."""
+        """Return memory for a payload that this peer will fetch. If a round is open, the memory is filled
+        with its averages, so that correct chunks need not be fetched."""
         room = self.room_for_payload()
         if self._round is not None:
             room[:] = self._round.average

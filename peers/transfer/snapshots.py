@@ -113,7 +113,8 @@ class Snapshot:
 
     @asynccontextmanager
     async def being_read(self) -> AsyncIterator[None]:
-        """Mark the snapshot as in use while a pull sends it. Raises: TimeoutError if `let_go` is called meanwhile."""
+        """Mark the snapshot as in use during the `with` block, in which this peer sends chunks of it to a joiner.
+        Raises: TimeoutError if `let_go` is called in the block."""
         async with asyncio.timeout(None) as pull:
             self._pulls.add(pull)
             try:

@@ -35,7 +35,9 @@ def test_a_run_outlives_its_volunteers(tmp_path: Path) -> None:
             left_at = index_of(site, "two")
             with volunteers(site, invite, "two") as [two]:
                 two.line(f"goes on after outer step {left_at}", "it begins anew")
-                two.line(r"the inner optimizer goes on with outer-step-\d+", "its moments are new")
+                two.line(
+                    r"inner optimizer continues with the moments loaded from outer-step-\d+", "its moments are new"
+                )
                 eventually(lambda: index_of(site, "two") > left_at + 1, "who comes back is not taken in")
                 eventually(lambda: agree(site, "two", "three"), "two lineages stay two")
         a_log_is_sound(site, invite)

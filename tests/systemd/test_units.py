@@ -15,7 +15,8 @@ from click.testing import CliRunner
 
 from opendiloco.cli import machine, main
 from opendiloco.cli.group import EXIT_CODES
-from tests.test_documentation import assert_is_a_command, blocks
+from tests.documents import blocks
+from tests.test_documentation import assert_is_a_command
 
 ROOT = Path(__file__).parent.parent.parent
 UNITS = sorted((ROOT / "systemd").glob("*.service"))
