@@ -66,7 +66,7 @@ COMMANDS = {
 }
 """Module and function of each command, in the order of `--help`."""
 
-LOG_LEVELS = {"bootstrap": "info", "tokenize": "info", "follow": "info", "doctor": "error"}
+LOG_LEVELS = {"bootstrap": "info", "run": "info", "tokenize": "info", "follow": "info", "doctor": "error"}
 """Default log level of a command; 'warning' for the others."""
 START_NO_LOG = {"join", "pause", "resume", "finish", "service", "config", "identity"}
 """Commands that do not start to log at once: `join` sets up its screen first, and the others never write a log."""
@@ -120,6 +120,7 @@ class _Commands(click.Group):
                 stream.reconfigure(errors="backslashreplace" if stream is sys.stderr else "replace")
         # Other users must not write to new files and folders, because torch runs compiled code from its cache folder.
         os.umask(os.umask(0o077) | 0o022)
+        os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")  # the stages in our log show the progress
         try:
             result: object = super().invoke(context)
         except (click.exceptions.Exit, click.ClickException, click.Abort):

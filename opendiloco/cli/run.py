@@ -7,6 +7,7 @@ import json
 import logging
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import chdir, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -177,6 +178,7 @@ def _create(
 
     from opendiloco.config.run_config import RunConfig
     from opendiloco.run import Run
+    from opendiloco.stages import StageLog, at_stage, watched_by
     from opendiloco.volunteer.identity import load_identity
     from peers.values.manifest import Invite
 
@@ -189,37 +191,49 @@ def _create(
     remedy = "Name a folder with --out."
     with writing(out, remedy):
         out.mkdir(parents=True, exist_ok=True)  # if this folder cannot be created, fail before the slow steps
-    with _collected_warnings() as warnings, chdir(run_toml.parent):
-        config = _with_tokens_named(_with_tokenizer_named(config))
-        _check(config, without_text)
-        from opendiloco.model.build import with_sizes_named  # imports transformers, which takes seconds
+    with _warnings_last(), watched_by(StageLog()):
+        at_stage("checking the model")
+        with chdir(run_toml.parent):
+            config = _with_tokens_named(_with_tokenizer_named(config))
+            _check(config, without_text)
+            from opendiloco.model.build import with_sizes_named  # imports transformers; the checks above do not need it
 
-        config = with_sizes_named(config)
-        run = Run.sign(_with_held_out_text_named(_with_weights_named(config)), key)
-    path = out / f"{run.run_id}.manifest"
-    with writing(path, remedy):
-        path.write_bytes(run.manifest.pack())
-    kept = asyncio.run(_announce(run, spelled_out(initial_peers)))
-    invite = Invite(run.run_id, kept)
-    click.echo(f"run id:    {run.run_id}\ninvite:    {invite}\nmanifest:  {path}")
-    with chdir(run_toml.parent):
-        lines = list(_next_lines(run, invite, path, identity))
-    click.echo("\n".join(lines))
-    for warning in warnings:  # repeated, because the lines above have moved the warnings out of sight
-        click.echo(f"warning: {warning}", err=True)
+            config = _with_weights_named(with_sizes_named(config))
+            at_stage("reading the text")
+            run = Run.sign(_with_held_out_text_named(config), key)
+        path = out / f"{run.run_id}.manifest"
+        with writing(path, remedy):
+            path.write_bytes(run.manifest.pack())
+        at_stage("announcing the run")
+        kept = asyncio.run(_announce(run, spelled_out(initial_peers)))
+        invite = Invite(run.run_id, kept)
+        click.echo(f"run id:    {run.run_id}\ninvite:    {invite}\nmanifest:  {path}")
+        with chdir(run_toml.parent):
+            lines = list(_next_lines(run, invite, path, identity))
+        click.echo("\n".join(lines))
 
 
 @contextmanager
-def _collected_warnings() -> Iterator[list[str]]:
-    """Yield a list, to which the text of each logged warning is added inside the `with` block."""
-    warnings = list[str]()
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger().addHandler(handler)
+def _warnings_last() -> Iterator[None]:
+    """Hold the log's warnings back until the context ends, so that no later line moves them out of sight."""
+    held, handlers = list[tuple[logging.Handler, logging.LogRecord]](), list(logging.getLogger().handlers)
+
+    def holding(handler: logging.Handler, record: logging.LogRecord) -> bool:
+        is_held = record.levelno == logging.WARNING
+        if is_held:
+            held.append((handler, record))
+        return not is_held
+
+    filters = [(handler, partial(holding, handler)) for handler in handlers]
+    for handler, hold in filters:
+        handler.addFilter(hold)
     try:
-        yield warnings
+        yield
     finally:
-        logging.getLogger().removeHandler(handler)
+        for handler, hold in filters:
+            handler.removeFilter(hold)
+        for handler, record in held:
+            handler.handle(record)
 
 
 def _next_lines(run: Run, invite: Invite, manifest: Path, identity: Path | None) -> Iterator[str]:
@@ -289,6 +303,7 @@ def _needs(
     from opendiloco.run import with_own_files
 
     config = with_own_files(RunConfig.from_toml(run_toml), OwnFiles(model, tokenizer))
+    logger.info("building the model")
     from opendiloco.model.build import sized_skeleton  # slow import, so errors in run.toml are reported first
     from opendiloco.workers.needs import needs_lines, needs_of
     from opendiloco.workers.options import WorkerOptions

@@ -237,6 +237,8 @@ async def _show_status(invite: Invite, key: Identity, as_json: bool, watch: bool
     here = _volunteers_here(run.run_id)
     if not as_json:
         console.print(_picture(view, signed, here))
+        if view.agreement.verdict is None and len(view.working) > 1:
+            click.echo(f"outer steps are too short to compare in {COMPARE_SECONDS:.0f} s: add --watch to look longer")
         return
     shown = {
         "run": run.run_id,

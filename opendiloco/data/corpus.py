@@ -131,12 +131,8 @@ class _TextFiles:
         self._section = section
         self._files = sorted((path.relative_to(root).as_posix(), path) for path in files)
         if (section.split, section.column) != ("train", "text"):
-            logger.warning(
-                "data.source = %r has text files: data.split = %r and data.column = %r are ignored",
-                section.source,
-                section.split,
-                section.column,
-            )
+            ignored = f"data.split = {section.split!r} and data.column = {section.column!r} are ignored"
+            logger.warning("data.source = %r has text files: %s", section.source, ignored)
         self.fingerprint = _facts(str(path) for _, path in self._files)
 
     def documents(self, shard: int | None = None) -> Iterator[Document]:
@@ -303,8 +299,10 @@ def _explained(section: SourceSection) -> Iterator[None]:
     except Exception as error:
         if isinstance(error.__cause__, DataError):  # raised by this module, which `datasets` called
             raise error.__cause__ from None
+        is_empty = isinstance(error, FileNotFoundError) and error.errno is None and is_local(section.source)
+        reason = "it has no files of text, such as .txt, .jsonl or .parquet." if is_empty else _innermost(error)
         raise DataError(
-            f"data.source = {section.source!r}, split {section.split!r}, cannot be loaded: {_innermost(error)}",
+            f"data.source = {section.source!r}, split {section.split!r}, cannot be loaded: {reason}",
             'Give a folder with text or dataset files, a dataset\'s hub name, or "stdlib".',
         ) from error
 
@@ -513,11 +511,12 @@ def _json_tables(
     rows, broken, keys = 0, 0, dict[str, None]()
     for number, files in enumerate(files_iterables):
         for file in files:
-            before, in_file, other = broken, 0, list[int]()
+            in_file, other, wrong = 0, list[int](), list[int]()
             with xopen(file, "rb", download_config=DownloadConfig(token=False)) as opened:
                 for place, lines in enumerate(_json_rows(opened)):
                     numbered = [(at, line) for at, line in lines if isinstance(line, dict)]
                     other += [at for at, line in lines if line is _NOT_UTF8]
+                    wrong += [at for at, line in lines if line is not _NOT_UTF8 and not isinstance(line, dict)]
                     in_file += len(lines)
                     broken += len(lines) - len(numbered)
                     if not numbered or not (rows or any(section.column in line for _, line in numbered)):
@@ -540,8 +539,9 @@ def _json_tables(
                 if len(other) > MOST_NOT_UTF8 * in_file:
                     raise DataError(f"{where}.", "Convert the file with iconv, such as `iconv -f LATIN1 -t UTF-8`.")
                 logger.warning("skipped lines of a file, because %s; convert the file with iconv", where)
-            if wrong := broken - before - len(other):
-                logger.warning("file %s: skipped %d rows that are not JSON objects", _plain_name(file), wrong)
+            if wrong:
+                where = f"{_plain_name(file)}: row {wrong[0]} first, {len(wrong)} of {in_file} rows"
+                logger.warning("skipped rows that are not JSON objects in %s", where)
     if not rows and not allow_full_read:  # `datasets` passes False to infer the types from all files at once
         raise DataError(
             f"data.column = {section.column!r} is not in {section.source!r}."

@@ -69,6 +69,7 @@ ROWS = 100
 """Most rows of the curve's table in the card."""
 STANDS_FOR = {
     "ADDRESS": "the address of one of the run's bootstrap nodes",
+    "KEY": "the key file of the organiser or of a machine with a ticket",
     "FOLDER": "a volunteer's or an archive's folder of the run",
 }
 """Placeholders in the card's commands, which must not name places on a machine."""
@@ -91,9 +92,9 @@ class RunFacts(BaseModel):
     """The facts about a run that the card of its exported model states.
 
     `held_out_loss` is None where the text was not read. `peers` took part in the last outer step; `contributors` counts
-    the peers that are known to have contributed, all of them if `knows_all`. `sources` are those of the manifest
-    (empty: those that are read here). The lines of `command` export the model again, and `versions` are those of the
-    libraries that made it.
+    the peers that are known to have contributed, all of them if `knows_all`. `amendments` has a line of text for each.
+    `sources` are those of the manifest (empty: those that are read here). The lines of `command` export the model
+    again, and `versions` are those of the libraries that made it.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -108,6 +109,7 @@ class RunFacts(BaseModel):
     contributors: int = 0
     knows_all: bool = False
     curve: tuple[CurvePoint, ...] = ()
+    amendments: tuple[str, ...] = ()
     sources: tuple[SourceSection, ...] = ()
     command: str = ""
     versions: dict[str, str] = {}
@@ -192,7 +194,8 @@ def _data(config: RunConfig, facts: RunFacts) -> str:
         f"| {_name(source)} | {share / total:.1%} |"
         for source, share in zip(facts.sources or data.all_sources, data.shares, strict=True)
     ]
-    table = "\n".join(["| source | share of the samples |", "| --- | --- |", *rows])
+    unamended = ", before amendments" * bool(facts.amendments)
+    table = "\n".join([f"| source | share of the samples{unamended} |", "| --- | --- |", *rows])
     path = config.tokenizer.path
     is_local = config.tokenizer.kind == "file" or (path is not None and is_local_path(path))
     tokenizer = "bytes" if path is None else "in this folder" if is_local else f"`{path}`"
@@ -224,6 +227,8 @@ def _plain(words: str) -> str:
 
 def _training(config: RunConfig, facts: RunFacts) -> str:
     training, inner, outer = config.training, config.inner_optimizer, config.outer_optimizer
+    amended = "\nThe organiser then changed these values:\n\n" * bool(facts.amendments)
+    amended += "".join(f"- {line}\n" for line in facts.amendments)
     return f"""\
 ## How it was made
 
@@ -232,7 +237,7 @@ each peer made up to {training.inner_steps} inner steps at a time with {inner.ki
 {training.batch_size} windows, at a learning rate of up to {inner.learning_rate:g}. Pseudo-gradients were sent as
 {config.codec.kind}; their average was applied at a learning rate of {outer.learning_rate:g}, with a momentum of
 {outer.momentum:g}.
-
+{amended}
 """
 
 

@@ -19,6 +19,7 @@ from opendiloco.storage.files import MANIFEST
 from opendiloco.storage.loading import Checkpoint, Checkpoints, load_checkpoint, resume
 from opendiloco.storage.run_folder import RunFolder, kept_losses, read_curve, read_manifest
 from opendiloco.training.codec import block_bytes
+from opendiloco.view.amended import amendment_in_words
 from opendiloco.view.curves import versions
 from opendiloco.view.run_view import RunView
 from opendiloco.volunteer.admission import ask_for_signed_heads
@@ -31,7 +32,7 @@ from peers.log.folder import ENTRIES, LogFolder, RunLog, read_chain
 from peers.log.header import Header
 from peers.network.transport import HivemindTransport
 from peers.transfer.following import CannotFollowError, Following, no_training_peer_error
-from peers.values.manifest import Invite
+from peers.values.manifest import Amendment, Invite
 from peers.values.system import make_private_folder
 from peers.values.workload import SnapshotError
 
@@ -44,6 +45,7 @@ class Past:
 
     `contributors` is the number of peers that have trained in the known entries; `is_whole` is true if all entries are
     known. `tokens` has the lineage's tokens by outer step, and `losses` the peers' losses on held-out text.
+    `amendments` are those that changed outer steps of this state, in words.
     """
 
     last: Header | None
@@ -51,17 +53,25 @@ class Past:
     is_whole: bool = False
     tokens: Mapping[int, int] = field(default_factory=dict)
     losses: Mapping[int, float] = field(default_factory=dict)
+    amendments: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, log: RunLog, last: Header | None, losses: Mapping[int, float]) -> Past:
         """Return the history of the state to which the entry `last` of `log` leads. `losses` are by outer step."""
         if last is None:
             return cls(None, 0, True)
-        contributors, tokens = set[str](), dict[int, int]()
-        for header in log.headers(0, last.index + 1):
+        contributors, tokens, amended = set[str](), dict[int, int](), dict[Amendment, str]()
+        headers = [*log.headers(0, last.index + 1), last]
+        for header in headers:
             contributors.update(member.peer for member in header.roster if member.tokens)
             tokens[header.index + 1] = header.lineage_tokens
-        return cls(last, len(contributors), len(tokens) == last.index + 1, tokens, losses)
+            # The oldest known entry may name amendments of entries before it; what the last one takes in is not in
+            # force yet.
+            since = "by" if header.index == headers[0].index > 0 else "after" if header.index < last.index else ""
+            for logged in (header.amendments or ()) if since else ():
+                amended.setdefault(logged.amendment, f"{since} outer step {header.index + 1}")
+        words = tuple(f"{since}: {amendment_in_words(amendment)}" for amendment, since in amended.items())
+        return cls(last, len(contributors), len(tokens) == last.index + 1, tokens, losses, words)
 
     @property
     def outer_steps(self) -> int:
@@ -76,6 +86,12 @@ class Past:
         return tuple(
             CurvePoint(outer_step=step, loss=losses[step], tokens=self.tokens.get(step)) for step in sorted(losses)
         )
+
+
+def from_peers(run: Run) -> list[str]:
+    """Return the options that name the run and its peers, with words such as KEY for what each machine has."""
+    key = ["--identity", "KEY"] if run.manifest.is_by_invitation else []
+    return ["--run", run.run_id, "--initial-peer", "ADDRESS", *key]
 
 
 def command_line(*words: str | Sequence[str]) -> str:
@@ -199,6 +215,7 @@ async def export_state(
         contributors=past.contributors,
         knows_all=past.is_whole,
         curve=past.curve(loss),
+        amendments=past.amendments,
         sources=Run.from_manifest(run.manifest).config.data.all_sources,
         command=command,
         versions=versions(),

@@ -146,7 +146,8 @@ def exported(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Run, str]]:
 
     @asynccontextmanager
     async def newest_state(invite: Invite, *options: object) -> AsyncIterator[tuple[Run, Past, None]]:
-        yield cast(Run, SimpleNamespace(run_id=invite.run_id)), past, None
+        manifest = SimpleNamespace(is_by_invitation=invite.run_id.startswith("invited"))
+        yield cast(Run, SimpleNamespace(run_id=invite.run_id, manifest=manifest)), past, None
 
     async def export_state(run: Run, past: Past, workload: None, folder: Path, command: str, dtype: Dtype) -> RunFacts:
         seen.append((run, command))
@@ -181,16 +182,24 @@ def test_export_evaluates_on_the_folder_that_it_is_given(
         (["--data", ".", "--data", ".", "--model", "."], " --data TEXTS --data TEXTS --model PATH"),
     ],
 )
+@pytest.mark.parametrize(("name", "key"), [("open", ""), ("invited", " --identity KEY")])
 def test_the_card_names_commands_that_make_the_model_again(
-    small_config: RunConfig, tmp_path: Path, exported: list[tuple[Run, str]], given: list[str], options: str
+    small_config: RunConfig,
+    tmp_path: Path,
+    exported: list[tuple[Run, str]],
+    given: list[str],
+    options: str,
+    name: str,
+    key: str,
 ) -> None:
-    """Regression: there was no address in the command, so that it could not be used, no outer step, and no text."""
-    run_id = Run.sign(small_config, Identity.generate()).run_id
+    """Regression: there was no address in the command, so that it could not be used, no outer step, no text, and no
+    key for a run by invitation."""
+    run_id = Run.sign(small_config.model_copy(update={"name": name}), Identity.generate()).run_id
     where = ["--initial-peer", f"/ip4/192.0.2.2/tcp/1/p2p/{Identity.generate().peer_id}"]
     done = CliRunner().invoke(main, ["export", "--run", run_id, *where, "--out", str(tmp_path / "out"), *given])
     assert done.exit_code == 0, done.output
     assert [command for _, command in exported] == [
-        f"diloco-peer export --run {run_id} --initial-peer ADDRESS{options} --out model"
+        f"diloco-peer export --run {run_id} --initial-peer ADDRESS{key}{options} --out model"
         "  # while outer step 3 is the newest\n"
         f"diloco-peer export --from FOLDER --at 3{options} --out model"
     ]

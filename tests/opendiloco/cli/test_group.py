@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import pkgutil
 import subprocess
 import sys
@@ -101,6 +102,14 @@ def test_shells_can_be_told_to_complete(shell: str) -> None:
 def test_commands_and_options_are_completed(typed: str, completed: str) -> None:
     words = {"COMP_WORDS": typed, "COMP_CWORD": str(len(typed.split()) - 1)}
     assert f"plain,{completed}" in complete("bash_complete", words).stdout.splitlines()
+
+
+def test_datasets_draw_no_progress_bars(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: `run create` wrote "Generating train split: 0 examples" between its own lines."""
+    monkeypatch.setenv("HF_DATASETS_DISABLE_PROGRESS_BARS", "0")  # so that it is as before after the test
+    monkeypatch.delenv("HF_DATASETS_DISABLE_PROGRESS_BARS")
+    CliRunner().invoke(group.main, ["run", "example"])
+    assert os.environ["HF_DATASETS_DISABLE_PROGRESS_BARS"] == "1"
 
 
 def complete(instruction: str, words: dict[str, str] | None = None) -> Result:

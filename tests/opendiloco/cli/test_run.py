@@ -180,13 +180,19 @@ def test_relative_paths_start_at_the_folder_of_run_toml(
     assert config.evaluation.digest is not None
 
 
-def test_warnings_are_repeated_after_the_id(small_content: dict[str, Any], created: Callable[..., Result]) -> None:
-    """Regression: a schedule that is too short was warned of above all other lines."""
+def test_warnings_come_once_and_last_and_slow_steps_are_told(
+    small_content: dict[str, Any], created: Callable[..., Result]
+) -> None:
+    """Regression: a schedule that is too short was warned of above all other lines, later twice, and half a minute
+    passed without a word."""
     done = created(small_content | {"data": STANDARD_LIBRARY, "outer_steps": 9})
     assert done.exit_code == 0, done.output
     last = done.output.splitlines()[-1]
-    assert last.startswith("warning: schedule ends after 26 inner steps, and the run after 36")
+    assert "WARNING schedule ends after 26 inner steps, and the run after 36" in last
     assert "run amend --outer-steps" in last
+    assert done.output.count("schedule ends") == 1
+    stages = re.findall(r"INFO +(.*)", done.stderr)
+    assert stages == ["checking the model", "reading the text", "announcing the run"]
 
 
 def test_a_manifest_as_json(small_config: RunConfig, tmp_path: Path) -> None:
@@ -207,6 +213,7 @@ def test_a_manifest_as_json(small_config: RunConfig, tmp_path: Path) -> None:
 def test_what_a_run_takes_as_json() -> None:
     done = CliRunner().invoke(main, ["run", "needs", str(ROOT / "examples" / "tiny.toml"), "--json"])
     assert done.exit_code == 0, done.output
+    assert done.stderr.endswith("building the model\n"), "half a minute passed without a word"
     taken = json.loads(done.stdout)
     assert taken["parameters"] > 100_000
     assert {"gpu_memory", "main_memory", "main_memory_on_cpu", "disk", "traffic_each_way"} <= taken.keys()

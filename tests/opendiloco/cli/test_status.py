@@ -103,6 +103,8 @@ def test_programs_hear_that_nothing_could_be_compared(
     shown = json.loads(capsys.readouterr().out)
     assert shown["agree"] is agree
     assert [peer["peer"] for peer in shown["peers"]] == ["a", "b"]
+    simulate(module._show_status(Invite(run.run_id, ()), Identity.generate(), as_json=False, watch=False))
+    assert ("add --watch to look longer" in capsys.readouterr().out) == (agree is None)
 
 
 @pytest.mark.parametrize("said", ["[/red] is no tag", "[link=https://evil.example]all is well[/link]"])

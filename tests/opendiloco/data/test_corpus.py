@@ -243,6 +243,19 @@ def test_what_cannot_be_read_is_named_with_its_file_and_cause(tmp_path: Path, na
         texts(source(tmp_path))
 
 
+def test_a_folder_without_text_is_told_in_our_words(tmp_path: Path) -> None:
+    for _ in ("empty", "with a file of another kind"):
+        with pytest.raises(DataError, match=r"cannot be loaded: it has no files of text, such as \.txt, "):
+            open_corpus(source(tmp_path))
+        (tmp_path / "a.bin").write_bytes(b"a")
+
+
+def test_the_first_row_that_is_no_json_object_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n\n{"text": "b\n{"text": "c"}\n3\n', encoding="utf-8")
+    assert texts(source(tmp_path)) == ["a", "c"]
+    assert f"skipped rows that are not JSON objects in {tmp_path / 'a.jsonl'}: row 3 first, 2 of 4 rows" in caplog.text
+
+
 @pytest.mark.parametrize(("lines", "is_refused"), [(2, True), (200, False)])
 def test_rows_that_are_not_utf8_are_named(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, lines: int, is_refused: bool

@@ -94,6 +94,10 @@ def test_the_card_has_curve_data_contributors_and_the_command(small_config: RunC
     assert str(small_config.data.source) not in card, "a folder of this machine's"
     hub = SourceSection(source="some/texts")
     assert "`some/texts` (split `train`)" in _model_card(small_config, facts.model_copy(update={"sources": (hub,)}))
+    assert "The organiser then changed" not in card
+    amended = _model_card(small_config, facts.model_copy(update={"amendments": ("after outer step 3: one", "two")}))
+    assert "\nThe organiser then changed these values:\n\n- after outer step 3: one\n- two\n\n## How to" in amended
+    assert "| share of the samples, before amendments |" in amended
     whole = _model_card(small_config, facts.model_copy(update={"knows_all": True}))
     assert "| peers that contributed | 17 |" in whole
 

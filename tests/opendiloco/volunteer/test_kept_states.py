@@ -24,11 +24,11 @@ from opendiloco.storage.files import file_header, file_name
 from opendiloco.storage.loading import metadata_of
 from opendiloco.storage.run_folder import HeldOutCurve, RunFolder
 from opendiloco.volunteer.local_workload import LocalWorkload
-from opendiloco.volunteer.states import find_origin
+from opendiloco.volunteer.states import Past, find_origin
 from opendiloco.workers.options import WorkerOptions
-from peers.log.folder import LogFolder
+from peers.log.folder import LogFolder, RunLog
 from peers.values.identity import Identity
-from tests.opendiloco.training.recorded_run import BLOCK_BYTES, RecordedRun, record
+from tests.opendiloco.training.recorded_run import BLOCK_BYTES, RecordedRun, amendment, record
 from tests.opendiloco.volunteer.test_local_workload import StateOnly
 
 ENTRIES = 6
@@ -118,6 +118,27 @@ def test_text_that_the_manifest_names_is_not_opened(
     assert [chosen.reads for chosen in options] == [False]
     assert "with --data to measure it" in done.output
     assert not list(tmp_path.iterdir())
+
+
+def test_the_history_names_the_amendments_that_were_in_force(small_config: RunConfig) -> None:
+    """Regression: the model card gave the manifest's values, though the organiser had changed them."""
+    organiser = Identity.generate()
+    run = Run.sign(small_config, organiser)
+    amendments = {
+        entry: amendment(run, number, organiser, outer_learning_rate=rate)
+        for number, (entry, rate) in enumerate([(1, 0.3), (3, 0.2), (5, 0.1)], 1)
+    }
+    recorded = record(run, np.ones(8, np.float32), ENTRIES, amendments=amendments)
+    whole, only_last = RunLog(run.settings.empty_log, BLOCK_BYTES), RunLog(run.settings.empty_log, BLOCK_BYTES)
+    recorded.fill(whole)
+    first, second, third = (f"amendment {number} (outer learning rate 0.{4 - number})" for number in (1, 2, 3))
+    assert Past.of(whole, recorded.headers[5], {}).amendments == (
+        f"after outer step 2: {first}",
+        f"after outer step 4: {second}",
+    ), "the third was in force in no outer step of this state"
+    by = "by outer step 6: "
+    assert Past.of(only_last, recorded.headers[5], {}).amendments == (by + first, by + second, by + third)
+    assert Past.of(whole, recorded.headers[1], {}).amendments == ()
 
 
 def values_of(folder: Path) -> torch.Tensor:
