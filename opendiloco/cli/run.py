@@ -7,7 +7,6 @@ import json
 import logging
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import chdir, contextmanager
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -216,24 +215,22 @@ def _create(
 @contextmanager
 def _warnings_last() -> Iterator[None]:
     """Hold the log's warnings back until the context ends, so that no later line moves them out of sight."""
-    held, handlers = list[tuple[logging.Handler, logging.LogRecord]](), list(logging.getLogger().handlers)
+    held, handlers = dict[int, logging.LogRecord](), list(logging.getLogger().handlers)
 
-    def holding(handler: logging.Handler, record: logging.LogRecord) -> bool:
-        is_held = record.levelno == logging.WARNING
-        if is_held:
-            held.append((handler, record))
-        return not is_held
+    def is_shown(record: logging.LogRecord) -> bool:
+        if record.levelno == logging.WARNING:
+            held[id(record)] = record
+        return record.levelno != logging.WARNING
 
-    filters = [(handler, partial(holding, handler)) for handler in handlers]
-    for handler, hold in filters:
-        handler.addFilter(hold)
+    for handler in handlers:
+        handler.addFilter(is_shown)
     try:
         yield
     finally:
-        for handler, hold in filters:
-            handler.removeFilter(hold)
-        for handler, record in held:
-            handler.handle(record)
+        for handler in handlers:
+            handler.removeFilter(is_shown)
+            for record in held.values():
+                handler.handle(record)
 
 
 def _next_lines(run: Run, invite: Invite, manifest: Path, identity: Path | None) -> Iterator[str]:
