@@ -30,6 +30,7 @@ from peers.log.lineage import Lineage
 from peers.log.settings import RunSettings
 from peers.log.state import LogError
 from peers.log.votes import VotesFile, VotesFileError
+from peers.messages.messages import Leaving
 from peers.messages.packing import Packer
 from peers.metrics import HEALTH
 from peers.network.channel import PeerRefusedError, PeerUnreachableError, RefusalError
@@ -118,16 +119,24 @@ class _Messenger:
 
         Raises:
             RemoteProtocolError: the message is invalid.
-            RefusalError: the peer is not admitted to the run, or its messages take too much time.
+            RefusalError: the peer is not admitted to the run, or its messages take too much time. A farewell of a voter
+                is passed on even if its ticket was revoked or has expired, so that the others need not wait for it.
         """
-        self._transport.check_admitted(self._host.peer.settings.run, sender)
-        log = self._host.peer.log
+        log, refusal = self._host.peer.log, None
+        try:
+            self._transport.check_admitted(self._host.peer.settings.run, sender)
+        except RefusalError as error:
+            if sender not in log.voters:
+                raise
+            refusal = error
         account = sender if log.last is None or sender in log.accountable else STRANGER
         if not self._reading.has_some(account, now()):
             raise RefusalError("its messages take too much time to read")
         with self._reading.spending(account, thread_time):
             try:
                 message = self._packer.unpack(sender, data)
+                if refusal is not None and not isinstance(message, Leaving):
+                    raise refusal
                 if message is not None:
                     self._host.handle(Received(sender, message))
             except WireError as error:

@@ -95,6 +95,10 @@ def test_guests_and_others(party: Party) -> None:
             assert "its ticket was revoked" in ended.err
         other.line("outer step .* 1 peer, ", "the other guest does not go on")
         leave(other)
+    [log] = site.folder.glob(f"state/diloco-peer/*/{friend.peer_id}/log")
+    verified = site.run("log", "verify", "--folder", str(log))
+    assert verified.code == 0, verified.err
+    assert "a minority" not in verified.out, "the revoked guests' farewells are not heard"
     with party.join("friend.pem") as again_there:
         again_there.line("outer step", "a guest that comes back is not admitted with the ticket of before")
         leave(again_there)

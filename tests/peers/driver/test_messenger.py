@@ -15,7 +15,7 @@ import pytest
 from peers.driver import driver
 from peers.driver.driver import CALL, CALL_TIMEOUT, READING_BURST, READING_SHARE, Driver, _Messenger
 from peers.errors import LocalProtocolError, RemoteProtocolError
-from peers.messages.messages import Inquire
+from peers.messages.messages import Inquire, Leaving, Message
 from peers.messages.packing import pack_message, unpack_message
 from peers.network.channel import PeerRefusedError, PeerUnreachableError, RefusalError
 from peers.network.transport import HivemindTransport
@@ -53,6 +53,7 @@ class Wire:
     def __init__(self) -> None:
         self.calls: list[tuple[str, str, bytes, float]] = []
         self.failure: Exception | None = None
+        self.revoked = ""
         self.receive: Callable[[str, bytes], Coroutine[None, None, bytes]]
 
     async def call(self, peer_id: str, name: str, payload: bytes, timeout: float) -> bytes:
@@ -62,7 +63,8 @@ class Wire:
         return b""
 
     def check_admitted(self, run_id: str, peer_id: str) -> None:
-        """Everybody may come in."""
+        if peer_id in self.revoked:
+            raise RefusalError("its ticket was revoked")
 
     async def on_call(self, name: str, handler: Callable[[str, bytes], Coroutine[None, None, bytes]]) -> None:
         assert name == CALL
@@ -101,6 +103,26 @@ def test_what_is_no_message_of_this_run_is_its_senders_mistake(data: bytes, reas
     with pytest.raises(RemoteProtocolError, match=reason) as caught:
         hear(data)
     assert caught.value.peer == "c"
+
+
+def test_a_revoked_voters_farewell_alone_is_heard() -> None:
+    """Regression: without its farewell, a run of two waited for the revoked one, and went on as a minority."""
+    host, wire = Host(at_second().peer), Wire()
+    wire.revoked, farewell = "az", Leaving(position=LOG.position, incarnation=1, departure=2, signature=bytes(64))
+
+    async def is_heard(sender: str, message: Message) -> bool:
+        with suppress(RefusalError):
+            await wire.receive(sender, pack_message(RUN, message, None))
+        return Received(sender, message) in host.events
+
+    async def scenario() -> None:
+        await _Messenger(cast(HivemindTransport, wire), cast(Driver, host)).serve()
+        assert "a" in host.peer.log.voters
+        assert not await is_heard("a", MESSAGE)
+        assert await is_heard("a", farewell)
+        assert not await is_heard("z", farewell), "a stranger has no vote that others could wait for"
+
+    asyncio.run(scenario())
 
 
 def test_a_peer_that_takes_too_much_time_is_not_read_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
