@@ -119,7 +119,8 @@ def describe_validation_error(origin: str, error: ValidationError, model: type[B
     """Return `error` as text for people: one line for each problem, with its remedy."""
     found = error.errors()
     # pydantic also reports a list with wrong elements as too short. This line is left out, because it would mislead.
-    problems = [each for each in found if each["type"] != "too_short" or len(found) == 1]
+    inner = {problem["loc"][:-1] for problem in found}
+    problems = [each for each in found if each["type"] != "too_short" or each["loc"] not in inner]
     lines = [_line(problem, model) for problem in problems[:PROBLEMS_LIMIT]]
     if len(lines) == 1:
         return f"{origin}: {lines[0]}"

@@ -339,6 +339,18 @@ def test_several_problems_get_a_line_each(tmp_path: Path) -> None:
     assert "  model: is missing. Add it." in lines
 
 
+@pytest.mark.parametrize(("sizes", "said"), [([], "too few. Give at least 1."), ([-1], "too small. Use 1 or more.")])
+def test_an_empty_list_is_a_problem_beside_others_and_one_of_wrong_values_is_not_too_short(
+    small_content: dict[str, Any], sizes: list[int], said: str
+) -> None:
+    content = small_content | {"outer_steps": 0, "streaming": {"sizes": sizes}}
+    with pytest.raises(ManifestError) as caught:
+        RunConfig.from_manifest_content(content)
+    heading, *lines = str(caught.value).splitlines()
+    assert heading == "manifest: 2 problems:"
+    assert [line for line in lines if "streaming.sizes" in line and line.endswith(said)], lines
+
+
 @pytest.mark.parametrize(
     ("text", "said"), [(None, "cannot be read"), ("name = ", "not valid TOML"), ('name = "\xff"', "not valid TOML")]
 )
