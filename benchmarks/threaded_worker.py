@@ -17,7 +17,7 @@ from opendiloco.workers.control import (
     RunInnerLoop,
     TakeAverage,
 )
-from opendiloco.workers.group import UnderWay, WorkerGroup
+from opendiloco.workers.group import TrainingRecord, WorkerGroup
 from opendiloco.workers.worker import ControlChannel
 from peers.values.workload import InnerLoop, OnCaptured, Progress, Trained, captures_nothing
 
@@ -75,7 +75,7 @@ class ThreadedWorker(WorkerGroup):
                 self.channel.hear = under_way.heard
                 return await self.carry_out(command)
 
-        self.under_way = under_way = UnderWay(lambda: 1, len(self.fragments), on_step, on_captured)
+        self.under_way = under_way = TrainingRecord(lambda: 1, len(self.fragments), on_step, on_captured)
         request = asyncio.create_task(in_turn())
         stored = await under_way.outcome(request, lambda: self._tell(EndInnerLoop(number=number)))
         return Trained(stored.samples, stored.tokens, stored.loss)

@@ -44,7 +44,7 @@ def at_stage(stage: str, share: float | None = None) -> None:
     _watch(stage, share)
 
 
-class Coming:
+class StageProgress:
     """A reporter of one stage's progress, at most once a second."""
 
     def __init__(self, stage: str) -> None:
@@ -61,11 +61,11 @@ class Coming:
 def passing(items: Iterable[Item], stage: str, total: int | None = None) -> Iterator[Item]:
     """Yield the items, and report the yielded share of `total` items at most once a second as the stage's progress."""
     at_stage(stage, None if total is None else 0.0)
-    coming = Coming(stage)
+    progress = StageProgress(stage)
     for number, item in enumerate(items, 1):
         yield item
         if total:
-            coming.so_far(number / total)
+            progress.so_far(number / total)
 
 
 class StageLog:

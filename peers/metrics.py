@@ -52,14 +52,14 @@ class Health:
         self._due[part] = seen, seen + within, lacking
 
     def failing(self, part: str, reason: str) -> None:
-        """Record that a part fails, until `well` or `over` is called for it."""
+        """Record that a part fails, until `recovered` or `forget` is called for it."""
         self._failures[part] = reason
 
-    def well(self, part: str) -> None:
+    def recovered(self, part: str) -> None:
         """Record that a part no longer fails."""
         self._failures.pop(part, None)
 
-    def over(self, part: str) -> None:
+    def forget(self, part: str) -> None:
         """Remove a part that has ended, so that it needs no sign of life and does not fail."""
         self._due.pop(part, None)
         self._failures.pop(part, None)
@@ -115,7 +115,7 @@ HEALTHY.set_function(lambda: not HEALTH.reasons)
 BUILD.info({"protocol": str(PROTOCOL_VERSION)})
 
 
-def moved(counter: Counter) -> tuple[int, int]:
+def bytes_moved(counter: Counter) -> tuple[int, int]:
     """Return the bytes sent and the bytes received, from a counter with the label `direction`."""
     samples = [sample for one in counter.collect() for sample in one.samples if sample.name.endswith("_total")]
     counted = {sample.labels["direction"]: sample.value for sample in samples}

@@ -1,5 +1,5 @@
-"""The command `diloco-peer bootstrap`, which runs a node with a fixed address. Peers find each other through the node,
-and the runs that it remembers."""
+"""The command `diloco-peer bootstrap`, which runs a node with a fixed address. Through the node, peers find each other
+and the runs that the node remembers."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from opendiloco.model.export import Dtype, RunFacts
     from opendiloco.run import Run
     from opendiloco.volunteer.local_workload import LocalWorkload
-    from opendiloco.volunteer.states import Past
+    from opendiloco.volunteer.states import History
     from peers.values.manifest import Invite
 
 
@@ -56,7 +56,7 @@ class _Place:
     data: tuple[Path, ...] | None = None
 
     @asynccontextmanager
-    async def state(self) -> AsyncIterator[tuple[Run, Past, LocalWorkload]]:
+    async def state(self) -> AsyncIterator[tuple[Run, History, LocalWorkload]]:
         """Fetch or load the state. Yield the run, the run's history, and a workload that holds the state. Raises:
         DilocoPeerError."""
         from opendiloco.volunteer.states import find_origin, newest_state, state_of
@@ -150,7 +150,7 @@ def export(out: Path | None, push_to: str | None, dtype: Dtype, **where: Any) ->
         click.echo(f"held-out loss: {facts.held_out_loss:.4f} nats per token{bits}")
 
 
-def _commands(place: _Place, run: Run, past: Past, dtype: Dtype) -> str:
+def _commands(place: _Place, run: Run, past: History, dtype: Dtype) -> str:
     """Return the text of `export` commands that write the same model again, with words such as FOLDER in place of
     paths."""
     from opendiloco.volunteer.states import command_line, from_peers

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     from opendiloco.run import Run
     from opendiloco.volunteer.local_workload import LocalWorkload
-    from opendiloco.volunteer.states import Past
+    from opendiloco.volunteer.states import History
     from opendiloco.volunteer.tracking import Audit, Disagreement, Reached
     from opendiloco.workers.options import WorkerOptions
     from peers.log.state import LogState
@@ -179,7 +179,7 @@ async def _track(
     from opendiloco.storage.run_folder import kept_losses
     from opendiloco.view.run_view import RunView
     from opendiloco.volunteer.local_workload import working
-    from opendiloco.volunteer.states import past_of
+    from opendiloco.volunteer.states import history_of
     from opendiloco.volunteer.tracking import Disagreement, retrying, state_for, states_until
     from peers.transfer.following import Following
 
@@ -211,7 +211,7 @@ async def _track(
             for found in RunView(run, following.donors.heartbeats).held_out:
                 losses.setdefault(found.index, found.loss)
             if model is not None and news.index % plan.every == 0:
-                past = partial(past_of, run, following, losses)
+                past = partial(history_of, run, following, losses)
                 loss = await _use_model(run, news, past, model, plan, folder)
                 if loss is not None:
                     losses[news.index] = loss
@@ -220,7 +220,7 @@ async def _track(
 async def _use_model(
     run: Run,
     reached: Reached,
-    past: Callable[[], Past],
+    past: Callable[[], History],
     model: LocalWorkload,
     plan: _FollowPlan,
     folder: Path | None,

@@ -13,7 +13,7 @@ from opendiloco.cli.options import FILE, initial_peers_option, join_option, spel
 from peers.errors import AdmissionError, RemoteProtocolError, SwarmUnreachableError, quoted
 
 if TYPE_CHECKING:
-    from opendiloco.volunteer.admission import GivenTickets
+    from opendiloco.volunteer.admission import IssuedTickets
     from peers.values.identity import Identity
     from peers.values.manifest import SignedManifest
 
@@ -46,7 +46,7 @@ def _create(manifest: Path, peer: str | None, days: float, identity: Path | None
 
     Without --for the ticket admits every machine that has its text, until it expires or is revoked.
     """
-    from opendiloco.volunteer.admission import GivenTickets
+    from opendiloco.volunteer.admission import IssuedTickets
     from peers.values.identity import is_peer_id
     from peers.values.tickets import Ticket
 
@@ -54,7 +54,7 @@ def _create(manifest: Path, peer: str | None, days: float, identity: Path | None
         raise click.BadParameter(f"{quoted(peer, 80)} is not a peer id.", param_hint="--for")
     run, key = _organised(manifest, identity)
     ticket = Ticket.give(run.run_id, key, int(time.time() + days * 86400), peer)
-    GivenTickets(run.run_id, key.peer_id, state).add(ticket)
+    IssuedTickets(run.run_id, key.peer_id, state).add(ticket)
     click.echo(f"{ticket}")
     click.echo(f"id: {ticket.id.hex()}; to use the ticket: diloco-peer join --run INVITE --ticket TICKET", err=True)
 
@@ -66,12 +66,12 @@ def _create(manifest: Path, peer: str | None, days: float, identity: Path | None
 def _show(run: str, identity: Path | None, state: Path | None) -> None:
     """Print the tickets to a run that this machine has issued, with id, expiry, state and the admitted peer."""
     from opendiloco.storage.run_folder import read_manifest
-    from opendiloco.volunteer.admission import GivenTickets
+    from opendiloco.volunteer.admission import IssuedTickets
     from opendiloco.volunteer.identity import load_identity
     from peers.values.manifest import Invite
 
     run_id = read_manifest(Path(run)).run_id if Path(run).is_file() else Invite.parse(run).run_id
-    given = GivenTickets(run_id, load_identity(identity).peer_id, state)
+    given = IssuedTickets(run_id, load_identity(identity).peer_id, state)
     revoked = given.revocations.revoked if given.revocations else ()
     for ticket in given.tickets:
         expired = "expired" if ticket.expires < time.time() else "good"
@@ -92,12 +92,12 @@ def _revoke(
     """Revoke tickets. The run's peers and bootstrap nodes no longer admit the machines that used them."""
     import asyncio
 
-    from opendiloco.volunteer.admission import GivenTickets
+    from opendiloco.volunteer.admission import IssuedTickets
 
     if not initial_peers:
         raise click.UsageError("a revocation is sent to the run's nodes: add --initial-peer.")
     run, key = _organised(manifest, identity)
-    given = GivenTickets(run.run_id, key.peer_id, state)
+    given = IssuedTickets(run.run_id, key.peer_id, state)
     reached = asyncio.run(_publish_revocations(run, key, given, tickets, spelled_out(initial_peers)))
     click.echo(f"revoked; {reached} {'node has' if reached == 1 else 'nodes have'} the list and will pass it on")
 
@@ -122,7 +122,7 @@ def _organised(path: Path, identity: Path | None) -> tuple[SignedManifest, Ident
 
 
 async def _publish_revocations(
-    run: SignedManifest, key: Identity, given: GivenTickets, ids: tuple[str, ...], initial_peers: tuple[str, ...]
+    run: SignedManifest, key: Identity, given: IssuedTickets, ids: tuple[str, ...], initial_peers: tuple[str, ...]
 ) -> int:
     """Sign the run's next list of revoked tickets and send it to the run's nodes. Return the number of nodes reached.
 

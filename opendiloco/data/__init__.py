@@ -2,7 +2,7 @@
 package imports torch.
 
 Other rooms import:
-ahead: Ahead
+ahead: AheadTokenizer
 hub: CONFIG, MODEL_FILES, check_weights, is_local_path, model_values, pretrained_folder
 own_files: NONE, OwnFiles, is_local, local_sources, volunteered
 sample_order: Batches, HeldOutWindows, SampleOrder, numbers_of

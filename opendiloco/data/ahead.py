@@ -17,7 +17,7 @@ from opendiloco.config.run_config import RunConfig
 from opendiloco.data.token_files import FEW_TOKENS
 
 
-class Ahead:
+class AheadTokenizer:
     """A starter of processes that tokenize shards in advance: one process at a time, and only for shards so large that
     the token cache stores them on disk.
 

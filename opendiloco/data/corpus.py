@@ -224,7 +224,8 @@ class _Rows:
         section = self._section
         rows = self._open(part)
         types = rows.features
-        columns = list(next(iter(rows), {}) if types is None else types)  # reading a row of unknown type fetches no URL
+        # `datasets` decodes no value of a column whose type is unknown, so that reading the first row fetches no URL.
+        columns = list(next(iter(rows), {}) if types is None else types)
         if section.column not in columns:
             is_csv = getattr(self, "_builder", None) is not None and self._builder.name == "csv"
             first = " The first line of a CSV file must name its columns, separated by commas." * is_csv

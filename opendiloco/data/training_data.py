@@ -29,7 +29,7 @@ from opendiloco.data.token_files import (
 )
 from opendiloco.data.tokenizer import TokenArray, Tokenizer
 from opendiloco.errors import DataError
-from opendiloco.stages import Coming
+from opendiloco.stages import StageProgress
 from peers.values.wire import printable
 
 logger = logging.getLogger(__name__)
@@ -64,9 +64,9 @@ class TokenizedSource:
         """Return the tokens of a shard's first documents, as many documents as are needed for `enough` training tokens.
         Raises: DataError, MachineError."""
         prefix = f"{self._key(enough)}-"
-        coming = Coming(tokenizing(self.section, number)) if self._corpus.is_stream else None
+        progress = StageProgress(tokenizing(self.section, number)) if self._corpus.is_stream else None
         tokens = self._cache.tokens(
-            f"{prefix}{number}", self._dtype, lambda: _until(self.pieces(number), enough, held_out=False, coming=coming)
+            f"{prefix}{number}", self._dtype, lambda: _until(self.pieces(number), enough, False, progress)
         )
         self._cache.drop_all_but(prefix, SHARDS_OPEN)
         return tokens
@@ -191,15 +191,17 @@ def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
         yield batch
 
 
-def _until(pieces: Iterable[Piece], enough: int, held_out: bool, coming: Coming | None = None) -> Iterator[Piece]:
+def _until(
+    pieces: Iterable[Piece], enough: int, held_out: bool, progress: StageProgress | None = None
+) -> Iterator[Piece]:
     """Yield pieces until the held-out ones (if `held_out`), or else the training ones, have `enough` tokens. Report the
-    share of `enough` that is reached to the progress stage `coming`."""
+    share of `enough` that is reached to `progress`."""
     counted = 0
     for piece in pieces:
         yield piece
         counted += len(piece[1]) if piece[0] == held_out else 0
-        if coming is not None:
-            coming.so_far(counted / enough)
+        if progress is not None:
+            progress.so_far(counted / enough)
         if counted >= enough:
             return
 

@@ -414,7 +414,7 @@ def _decode(function: Callable[..., int], payload: Payload, *arguments: object) 
 # The self-test compares all instruction sets' results with the scalar set's, bit for bit, and measures the speed. This
 # takes two seconds.
 
-COMPARED_VALUES = 100 * 1024 + 77  # values in whole blocks, and in a last block whose size no vector length divides
+COMPARED_VALUES = 100 * 1024 + 77  # values that the self-test encodes: whole blocks, and 77 more
 TIMED_VALUES = 8 << 20  # values in 32 MiB of floats, more than most caches hold
 SECONDS_PER_OPERATION = 0.3  # seconds for which each of four operations is timed
 

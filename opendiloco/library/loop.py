@@ -19,7 +19,7 @@ import torch
 
 from opendiloco.config.overrides import Overrides, mixture_phases
 from opendiloco.config.run_config import StreamingSection
-from opendiloco.data.ahead import Ahead
+from opendiloco.data.ahead import AheadTokenizer
 from opendiloco.data.own_files import NONE, OwnFiles
 from opendiloco.data.sample_order import numbers_of
 from opendiloco.errors import DataError, LoopError
@@ -32,7 +32,7 @@ from opendiloco.model.parameters import trainable
 from opendiloco.run import Run
 from opendiloco.shared_memory import Vector
 from opendiloco.training.outer import inner_learning_rate_factor
-from opendiloco.training.streaming import Cycles
+from opendiloco.training.streaming import FragmentSchedule
 from opendiloco.view.curves import configuration_of
 from opendiloco.volunteer.interrupts import RememberedInterrupt
 from opendiloco.workers.trackers import TrackerSpec, tracking
@@ -62,11 +62,11 @@ class BetweenSteps(NamedTuple):
 
 
 class CyclePlan:
-    """Plans the actions on fragments in one cycle, by inner step. `Cycles` computes the plan in advance, without
-    training, because the caller's code takes the inner steps."""
+    """Plans the actions on fragments in one cycle, by inner step. `FragmentSchedule` computes the plan in advance,
+    without training, because the caller's code takes the inner steps."""
 
     def __init__(self, fragments: int, streaming: StreamingSection) -> None:
-        self._cycles = Cycles(self._record_store, self._record_merge, fragments, streaming)
+        self._cycles = FragmentSchedule(self._record_store, self._record_merge, fragments, streaming)
         self._fragments = fragments
         self._overlap = streaming.overlap
         self._actions: dict[int, list[BetweenSteps]] = {}
@@ -300,12 +300,12 @@ class DiLoCo:
         Raises: DataError. The iterator raises LoopError if no step is ever taken.
         """
         run = self._entered().with_data(self._text.folders)
-        ahead = Ahead(run.config)
+        ahead = AheadTokenizer(run.config)
         self._until_leaving.callback(ahead.close)  # `ahead` ends with the loop, even if the iterator does not
         self._ranks.from_first(lambda: self._open_text(run, ahead))
         return self._batches(run, ahead)
 
-    def _batches(self, run: Run, ahead: Ahead) -> Iterator[torch.Tensor]:
+    def _batches(self, run: Run, ahead: AheadTokenizer) -> Iterator[torch.Tensor]:
         with closing(ahead):
             step, draws = (-1, -1), 0
             while self._work is not None:
@@ -332,7 +332,7 @@ class DiLoCo:
         can call this method."""
         return self._outer_step is not None and self._outer_step.is_void
 
-    def _open_text(self, run: Run, ahead: Ahead) -> None:
+    def _open_text(self, run: Run, ahead: AheadTokenizer) -> None:
         self._text.open(run, self._worker, ahead.tokenize)
 
     def _next_windows(self) -> torch.Tensor:

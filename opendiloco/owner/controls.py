@@ -63,7 +63,9 @@ async def serve_controls(folder: Path, answer: Callable[[OwnerRequest], Voluntee
     try:
         make_private_folder(folder)
         with _short(folder) as near:
-            path.unlink(missing_ok=True)  # left by a killed process; the identity's lock excludes a running process
+            # A killed process may have left its socket. No running process has one here, because this process holds
+            # the lock of the identity.
+            path.unlink(missing_ok=True)
             listener = socket.socket(socket.AF_UNIX)
             mask = os.umask(0o177)
             try:

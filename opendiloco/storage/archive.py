@@ -454,7 +454,7 @@ class Archive:
                     for served in (self._runs, sources, buffers, logs):
                         served.pop(run_id, None)
                     transport.forget(run_id)
-                    HEALTH.over(_health_part(run_id))
+                    HEALTH.forget(_health_part(run_id))
                     if archived.end.last is None:  # only the folder of a run without entries is removed
                         await asyncio.to_thread(archived.folder.remove)
                         self._room.forget(run_id)
@@ -473,7 +473,7 @@ class Archive:
             if shutil.disk_usage(self._folder).free < LEAST_FREE:
                 HEALTH.failing("archive", f"the disk of the archive {self._folder} is full: free some space")
             else:
-                HEALTH.well("archive")
+                HEALTH.recovered("archive")
 
     async def _keep_one(self, archived: ArchivedRun, buffers: dict[str, Sequence[PayloadBuffers]]) -> None:
         keeping, run_id = RunFailures("keeping its archive"), archived.run.run_id
@@ -545,7 +545,7 @@ def _in_health(run_id: str) -> Iterator[None]:
     except (MachineError, LogFolderError) as error:
         HEALTH.failing(_health_part(run_id), f"entries of run {run_id} cannot be archived: {error.message}")
         raise
-    HEALTH.well(_health_part(run_id))
+    HEALTH.recovered(_health_part(run_id))
 
 
 # Disk space -----------------------------------------------------------------------------------------------------------

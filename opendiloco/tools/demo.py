@@ -35,7 +35,7 @@ from opendiloco.run import Run
 from opendiloco.settings.join_settings import without_settings
 from opendiloco.view.run_view import Agreement, PeerRow, is_finished, peers_table, plain_line, row_of
 from opendiloco.volunteer.local_workload import LocalWorkload, working
-from opendiloco.volunteer.states import export_state, fetch_state, make_folder, past_of
+from opendiloco.volunteer.states import export_state, fetch_state, history_of, make_folder
 from opendiloco.volunteer.volunteer import connected
 from peers.network.bootstrap import announce_manifest
 from peers.network.daemon import sweep_sockets
@@ -356,7 +356,7 @@ async def _finish(swarm: _Swarm, transport: HivemindTransport, workload: LocalWo
     result."""
     if swarm.outer_step() == 0:
         raise DemoError(f"the demo was too short: no outer step was taken in {duration(swarm.screen.elapsed)}.", LONGER)
-    past = past_of(swarm.run, await fetch_state(swarm.run, transport, workload), {})
+    past = history_of(swarm.run, await fetch_state(swarm.run, transport, workload), {})
     reason = "the run is over" if swarm.finished() else "time is up"
     swarm.screen.event(f"{reason}: fetched the state after outer step {past.outer_steps}")
     leaving = swarm.live()

@@ -262,7 +262,7 @@ class OuterStepTaken:
     statistics: OuterStatistics
 
 
-class Measuring:
+class OuterStepMeter:
     """Measures outer steps in the background. It reads the state's momentum and the `contributions` (one for each
     fragment), so callers must await `finished` before changing them."""
 

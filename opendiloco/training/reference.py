@@ -7,7 +7,8 @@ codec and a pattern of fragments can be given in Python (docs/library.md).
 A cycle, or outer step, is H inner steps of each replica, in which each fragment is synchronised once. The paper leaves
 some points open; here they are:
 
-- Fragments are spread evenly over a cycle. `Cycles` defines the inner step at which each is synchronised and merged.
+- Fragments are spread evenly over a cycle. `FragmentSchedule` defines the inner step at which each is synchronised and
+  merged.
 - A pseudo-gradient counts from the theta after the fragment's last outer step (line 15).
 - Averages are weighted by the tokens of the cycle's leases. In an asynchronous run old leases count less (`aged`).
 - A replica that did not take part in the previous cycle begins with theta, and has nothing left to merge.
@@ -42,7 +43,7 @@ from opendiloco.training.codec import RunRounding, share_made_up_for
 from opendiloco.training.evaluation import EVALUATED_AT_ONCE, held_out_loss
 from opendiloco.training.inner import ModelReplica
 from opendiloco.training.outer import OuterState
-from opendiloco.training.streaming import Cycles
+from opendiloco.training.streaming import FragmentSchedule
 from opendiloco.training.team import Team
 from peers.protocol.weights import aged
 from peers.values.chunks import digest_of_state
@@ -82,7 +83,7 @@ class Work:
         """Return the number of the format in which the replica's contribution to a fragment is encoded."""
         return self.formats[fragment] if self.formats else 0
 
-    def brings(self, fragment: int) -> bool:
+    def contributes_to(self, fragment: int) -> bool:
         """Return True if the replica contributes to a fragment in this outer step."""
         return self.fragments is None or fragment in self.fragments
 
@@ -94,7 +95,7 @@ class Participant:
 
     def __init__(self, replica: ModelReplica, streaming: StreamingSection) -> None:
         self.replica = replica
-        self.cycles = Cycles(replica.store, replica.merge, len(replica.layout.fragments), streaming)
+        self.cycles = FragmentSchedule(replica.store, replica.merge, len(replica.layout.fragments), streaming)
         self.residual: Vector = np.zeros(replica.layout.size, np.float32)
         """The errors of payloads, for error feedback."""
         self.shares: dict[int, float] = {}
@@ -134,11 +135,11 @@ class Participant:
         is_last = began_at + 1 == overrides.total_outer_steps(config)
         self.cycles.begin(steps.planned, steps.every(), overlap, goes_on, is_last)
 
-    def bring(self, fragment: int) -> None:
+    def train_until_stored(self, fragment: int) -> None:
         """Take the inner steps that come before the store of a fragment."""
         assert self.cycles.train_up_to(fragment, self.returned), "there are fewer inner steps than planned"
 
-    def get_back(self, part: slice, theta: Vector) -> None:
+    def receive_theta(self, part: slice, theta: Vector) -> None:
         """Set a fragment's new theta, which the replica merges and from which its next pseudo-gradient is computed."""
         self.base[part] = self.returned[part] = theta
 
@@ -200,15 +201,15 @@ class StreamingDiLoCo:
         """
         members = self.begin(roster)
         for fragment, part in enumerate(self.state.fragments):
-            present = [member for member in members if member.work.brings(fragment)]
+            present = [member for member in members if member.work.contributes_to(fragment)]
             before = self.state.theta[part].copy()
             for member in present:
-                member.bring(fragment)
+                member.train_until_stored(fragment)
             if present:
                 self.synchronise(fragment, present)
             # Members with work of age > 0 did not wait for this step, so they get the theta before it.
             for member in present:
-                member.get_back(part, before if member.work.age else self.state.theta[part])
+                member.receive_theta(part, before if member.work.age else self.state.theta[part])
         return self.end(present)
 
     def begin(self, roster: Sequence[Work]) -> list[Participant]:

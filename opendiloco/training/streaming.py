@@ -1,4 +1,5 @@
-"""The handling of a fragment between training and averaging: `Cycles` in a worker, `FragmentWork` in the peer process.
+"""The handling of a fragment between training and averaging: `FragmentSchedule` in a worker, `FragmentWork` in the peer
+process.
 
 A run that does not stream has one fragment, and all workers wait for its average.
 
@@ -27,7 +28,7 @@ from opendiloco.training.codec import BlockCodec, Residual
 _ENDED = object()
 
 
-class Cycles:
+class FragmentSchedule:
     """Decides when one replica takes inner steps, stores fragments and merges them, by Algorithm 2 of arXiv 2501.18512.
 
     The worker process and the one-process reference both use this class, so that they do the same at the same step.

@@ -31,7 +31,7 @@ class Curves:
         self.held_out = held_out or HeldOutCurve()
         self._before = RoundCosts()
 
-    def taken(self, step: OuterStepTaken, costs: RoundCosts) -> None:
+    def add_outer_step(self, step: OuterStepTaken, costs: RoundCosts) -> None:
         """Send the values of an outer step to telemetry. `costs` are the costs of all rounds so far, summed."""
         statistics = step.statistics
         values = {
@@ -51,7 +51,7 @@ class Curves:
         self._before = costs
         self._telemetry.outer_step(step.index, values)
 
-    def heard(self, own: Heartbeat, view: RunView) -> None:
+    def add_heartbeats(self, own: Heartbeat, view: RunView) -> None:
         """Send to telemetry the first held-out loss that heartbeats report for each outer step, without verifying the
         loss."""
         if own.held_out is not None:  # telemetry already has this peer's own loss

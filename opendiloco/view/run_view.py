@@ -87,7 +87,8 @@ def plain_peer(beat: Heartbeat, config: RunConfig) -> dict[str, object]:
 
 
 def _bounded(beat: Heartbeat, last_step: int) -> Heartbeat:
-    """Return a copy of a heartbeat with its numbers clamped to the limits. `last_step` is the limit for outer steps."""
+    """Return a copy of a heartbeat with its outer step at most `last_step`, and its speed and loss clamped to what a
+    view shows."""
     return beat.model_copy(
         update={
             "index": min(beat.index, last_step),

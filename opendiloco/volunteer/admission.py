@@ -167,7 +167,7 @@ def _keep(path: Path, run_id: str, run: str, packed: bytes) -> None:
 
 
 # An organiser's tickets ---------------------------------------------------------------------------------------
-class GivenTickets:
+class IssuedTickets:
     """An organiser's record of a run, in two files of a folder: all tickets issued, and the newest list of revoked
     tickets."""
 

@@ -24,7 +24,7 @@ from opendiloco.kernels import Payload
 from opendiloco.run import Run
 from opendiloco.shared_memory import SharedVectors
 from opendiloco.training.codec import Residual, RunRounding
-from opendiloco.training.outer import LocalState, Measuring
+from opendiloco.training.outer import LocalState, OuterStepMeter
 from opendiloco.training.streaming import FragmentWork
 from opendiloco.workers.group import WorkerGroup
 from opendiloco.workers.options import WorkerOptions
@@ -125,7 +125,7 @@ class TrainerWorkload(Generic[InnerTrainer_co]):
         self.is_our_turn: Callable[[], bool] = lambda: False
         self.on_evaluated: Callable[[HeldOutLoss], None] = lambda held_out: None
         own = [lambda work=work: work.payload for work in self._fragments]
-        self.measuring = Measuring(state.outer, own, trains_on=config.streaming.overlap > 0)
+        self.measuring = OuterStepMeter(state.outer, own, trains_on=config.streaming.overlap > 0)
         self.folder: Path | None = None
         """The folder for a large residual; see `Residual.to_add`."""
 
@@ -363,5 +363,5 @@ async def working(run: Run, options: WorkerOptions = NO_TRAINING) -> AsyncIterat
         await asyncio.to_thread(check_initial_weights, workers.vectors.theta, run.config.model)
         yield TrainerWorkload(workers, run.config)
     finally:
-        HEALTH.over("workers")
+        HEALTH.forget("workers")
         await workers.close()

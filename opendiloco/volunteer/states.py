@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Past:
+class History:
     """The history of a run's state. `last` is the state's newest entry, or None for the initial state.
 
     `contributors` is the number of peers that have trained in the known entries; `is_whole` is true if all entries are
@@ -56,7 +56,7 @@ class Past:
     amendments: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, log: RunLog, last: Header | None, losses: Mapping[int, float]) -> Past:
+    def of(cls, log: RunLog, last: Header | None, losses: Mapping[int, float]) -> History:
         """Return the history of the state to which the entry `last` of `log` leads. `losses` are by outer step."""
         if last is None:
             return cls(None, 0, True)
@@ -103,7 +103,7 @@ def command_line(*words: str | Sequence[str]) -> str:
 @asynccontextmanager
 async def newest_state(
     invite: Invite, identity: Path | None, data: Sequence[Path] | None, own: OwnFiles
-) -> AsyncIterator[tuple[Run, Past, LocalWorkload]]:
+) -> AsyncIterator[tuple[Run, History, LocalWorkload]]:
     """Yield a run, its newest state's history, and a workload with that state, fetched from the run's peers.
 
     The run's local text is in the folders `data`, its local model and tokenizer in `own`; no other file of this machine
@@ -120,7 +120,7 @@ async def newest_state(
             raise no_training_peer_error(run.run_id)
         async with working(run, options) as workload:
             following = await fetch_state(run, transport, workload)
-            yield run, past_of(run, following, kept_losses(run.run_id)), workload
+            yield run, history_of(run, following, kept_losses(run.run_id)), workload
 
 
 def with_text(run: Run, data: Sequence[Path] | None) -> tuple[Run, WorkerOptions]:
@@ -179,11 +179,11 @@ async def fetch_state(run: Run, transport: HivemindTransport, workload: LocalWor
             await following.begin(error.least)
 
 
-def past_of(run: Run, following: Following, losses: Mapping[int, float]) -> Past:
+def history_of(run: Run, following: Following, losses: Mapping[int, float]) -> History:
     """Return the history of the state that `following` has fetched. Each loss in `losses`, by outer step, replaces the
     loss that peers report."""
     found = RunView(run, following.donors.heartbeats).held_out
-    return Past.of(following.past, following.log.last, {one.index: one.loss for one in found} | dict(losses))
+    return History.of(following.past, following.log.last, {one.index: one.loss for one in found} | dict(losses))
 
 
 def warn_of_other_text(found: HeldOut) -> None:
@@ -195,7 +195,7 @@ def warn_of_other_text(found: HeldOut) -> None:
 
 
 async def export_state(
-    run: Run, past: Past, workload: LocalWorkload, folder: Path, command: str = "", dtype: Dtype = "float32"
+    run: Run, past: History, workload: LocalWorkload, folder: Path, command: str = "", dtype: Dtype = "float32"
 ) -> RunFacts:
     """Evaluate the workload's state, if its workers read text, and write the model to `folder`. Return the facts in its
     model card, which include `command`, the command line that repeats the export."""
@@ -236,7 +236,7 @@ class StateSource:
     index: int | None
     folder: RunFolder
 
-    async def bring(self, workload: LocalWorkload) -> Past:
+    async def load_into(self, workload: LocalWorkload) -> History:
         """Load the state into the workload, without changing files. Return the state's history.
 
         Raises: CheckpointError when the checkpoint is of another model, or the log does not lead that far.
@@ -256,16 +256,18 @@ class StateSource:
                 f"{reached.position.index} and not to {self.index}.",
                 "Choose an outer step between these, or one with a checkpoint.",
             )
-        return Past.of(log, reached.last, read_curve(self.folder.held_out))
+        return History.of(log, reached.last, read_curve(self.folder.held_out))
 
 
 @asynccontextmanager
-async def state_of(origin: StateSource, data: Sequence[Path] | None) -> AsyncIterator[tuple[Run, Past, LocalWorkload]]:
+async def state_of(
+    origin: StateSource, data: Sequence[Path] | None
+) -> AsyncIterator[tuple[Run, History, LocalWorkload]]:
     """Yield the run, the state's history, and a workload with the state at `origin`. Raises: DataError; see
-    `StateSource.bring` and `working`."""
+    `StateSource.load_into` and `working`."""
     run, options = with_text(origin.run, data)
     async with working(run, options) as workload:
-        yield run, await origin.bring(workload), workload
+        yield run, await origin.load_into(workload), workload
 
 
 def find_origin(

@@ -282,7 +282,7 @@ class Volunteer:
         self.held_out = HeldOutCurve(folder.held_out if folder else None)
         """The losses of theta that this machine has computed or received."""
         self._curves = Curves(workload.trainer.telemetry, self.held_out)
-        workload.measuring.on_outer_step = lambda step: self._curves.taken(step, driver.rounds.costs)
+        workload.measuring.on_outer_step = lambda step: self._curves.add_outer_step(step, driver.rounds.costs)
 
     async def take_part(self) -> None:
         """Train in the run until `leave` is called. Raises: the DilocoPeerError that ends the volunteer earlier."""
@@ -323,7 +323,7 @@ class Volunteer:
                 logger.warning("%s", ALONE)
                 has_warned = True
             beats = self.heartbeats()
-            self._curves.heard(beats[0], RunView(self.run, beats))
+            self._curves.add_heartbeats(beats[0], RunView(self.run, beats))
             if is_finished(beats[0], self.run.config):
                 self._driver.rest()
             await asyncio.sleep(LOOK_SECONDS)
@@ -458,7 +458,10 @@ class Volunteer:
 
 def _bytes_by_purpose(sent: int, received: int) -> dict[str, tuple[int, int]]:
     """Return the numbers of bytes of bulk data that were sent and received, by purpose."""
-    counts = {"rounds": metrics.moved(metrics.ROUND_BYTES), "measuring": metrics.moved(metrics.MEASURING_BYTES)}
+    counts = {
+        "rounds": metrics.bytes_moved(metrics.ROUND_BYTES),
+        "measuring": metrics.bytes_moved(metrics.MEASURING_BYTES),
+    }
     known = [sum(directions) for directions in zip(*counts.values(), strict=True)]
     return counts | {"serving": (max(0, sent - known[0]), max(0, received - known[1]))}
 

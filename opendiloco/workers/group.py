@@ -59,7 +59,7 @@ class WorkerGroup:
     reads_runs_text = True
     reads = True  # False if the workers open no text; their held-out loss is meaningless then
     bytes_per_token: float
-    under_way: UnderWay | None = None  # the newest training, running or ended
+    under_way: TrainingRecord | None = None  # the newest training, running or ended
 
     def __init__(self, config: RunConfig, options: WorkerOptions, reads_runs_text: bool) -> None:
         self.reads_runs_text = reads_runs_text
@@ -147,7 +147,7 @@ class WorkerGroup:
             return done
 
         supervisor, fragments = self.supervisor, len(self.fragments)
-        self.under_way = under_way = UnderWay(lambda: len(supervisor.workers), fragments, on_step, on_captured)
+        self.under_way = under_way = TrainingRecord(lambda: len(supervisor.workers), fragments, on_step, on_captured)
         request = supervisor.requests.add(carry_out)
         stored = await under_way.outcome(request, lambda: self._tell(EndInnerLoop(number=number)))
         if not self._has_rests:
@@ -209,7 +209,7 @@ class WorkerGroup:
         await self.supervisor.close()
 
 
-class UnderWay:
+class TrainingRecord:
     """The peer process's record of one training: it handles the workers' reports and determines the training's outcome.
 
     It calls `on_captured` for each of the `fragments`, except the last, that all `workers()` workers have stored. The

@@ -170,7 +170,7 @@ class Supervisor:
         if self._options.micro_batch is None and self._options.trains:
             _log_micro_batch(self._config.training, len(self.workers), answers[0].micro_batch)
         self._report_compiling(answers)
-        HEALTH.well("workers")
+        HEALTH.recovered("workers")
         return answers[0]
 
     def _report_compiling(self, answers: Sequence[Configured]) -> None:

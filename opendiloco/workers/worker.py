@@ -25,7 +25,7 @@ from opendiloco.errors import DeviceError, DeviceMemoryError, MachineError, Work
 from opendiloco.gpus import DEVICE_FAILURE, LOOK_AT_DEVICE, read_cards, usable_gpus
 from opendiloco.shared_memory import SharedVectors, Vector, cap_memory
 from opendiloco.stages import at_stage, watched_by
-from opendiloco.training.streaming import Cycles
+from opendiloco.training.streaming import FragmentSchedule
 from opendiloco.workers import control
 from peers.errors import DilocoPeerError
 from peers.values.system import make_private_folder
@@ -208,7 +208,7 @@ class Worker:
         with _nothing_collected():
             import torch
 
-            from opendiloco.data.ahead import Ahead
+            from opendiloco.data.ahead import AheadTokenizer
             from opendiloco.data.token_files import TokenCache, few_tokens
             from opendiloco.data.tokenizer import build_tokenizer
             from opendiloco.data.training_data import TrainingData, load_data
@@ -225,7 +225,7 @@ class Worker:
         self._tokenizer: Tokenizer = build_tokenizer(self._config.tokenizer)
         few = few_tokens(self._config.tokenizer, command.workers)
         cache = TokenCache(few=few, is_shared=command.workers > 1)
-        ahead = Ahead(self._config).tokenize if command.rank == 0 and command.options.trains else None
+        ahead = AheadTokenizer(self._config).tokenize if command.rank == 0 and command.options.trains else None
         self._data = (
             load_data(self._config, self._tokenizer, cache, ahead)
             if command.options.reads
@@ -472,7 +472,7 @@ class InnerLoops:
         self._config = config
         self._replica, self._team, self._vectors, self._channel = replica, team, vectors, channel
         self._carry_out_asides = carry_out_asides
-        self._cycles = Cycles(self.store, self.merge, len(replica.layout.fragments), config.streaming)
+        self._cycles = FragmentSchedule(self.store, self.merge, len(replica.layout.fragments), config.streaming)
         #: By fragment: the number of the training that last stored it, and the time of that store in monotonic seconds.
         self._stored: dict[int, tuple[int, float]] = {}
         self._number = 0

@@ -335,7 +335,7 @@ class Driver:
             raise _first(group) from None
         finally:
             self._votes.close()
-            HEALTH.over("heartbeat")
+            HEALTH.forget("heartbeat")
 
     async def _live(self) -> None:
         """Answer other peers, and pass the time and the heartbeats to the protocol, until cancelled."""

@@ -101,12 +101,12 @@ class Training:
             return await self._workload.run_inner_loop(train, self._progress, partial(self._captured, train))
         finally:
             self._is_watched = False
-            HEALTH.over("training")
+            HEALTH.forget("training")
 
     def rest(self) -> None:
         """Stop expecting inner steps in the health check."""
         self._is_watched = False
-        HEALTH.over("training")
+        HEALTH.forget("training")
 
     def look(self) -> None:
         """Extend the health check's time limit while the workers wait for a round or for an average to be applied.

@@ -263,8 +263,9 @@ def _on_trust(log: LogState, header: Header) -> LogState:
 
 
 class Chain:
-    """Consecutive entries of one lineage. If the log before them is unknown, the first cycle is stored as full headers;
-    all other entries are outcomes. The last cycle may be incomplete while entries are added."""
+    """Consecutive entries of one lineage, each stored in brief, as an `Outcome`. Only if the log before them is
+    unknown, the first cycle's entries are stored as full headers. The last cycle may be incomplete while entries are
+    added."""
 
     def __init__(self, empty_log: LogState) -> None:
         self.entries: list[Entry] = []

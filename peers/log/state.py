@@ -214,7 +214,7 @@ class LogState:
         """Return the leader of a view of the next entry; None before the first entry, when the log names no leader."""
         return self.ring[view % len(self.ring)] if self.ring else None
 
-    def weighed(self, roster: Sequence[Member]) -> tuple[Member, ...]:
+    def without_unproven(self, roster: Sequence[Member]) -> tuple[Member, ...]:
         """Return the roster with the tokens and samples of members on probation removed. If all members are on
         probation, return it unchanged."""
         new = {member.peer for member in roster if self.is_on_probation(member.peer)}
@@ -485,7 +485,7 @@ def _next_header(
         raise LogError("its payload is missing" if has_trained else "no member of the roster has trained tokens")
     if len(set(peers)) != len(peers) or peers != take_order(log.roster, peers):
         raise LogError("a peer is in the roster twice, or out of order")
-    if log.probation and log.weighed(roster) != roster:
+    if log.probation and log.without_unproven(roster) != roster:
         raise LogError("a peer on probation counts in the roster")
     if log.closes and (made_up := [one.peer for one in roster if not (one.tokens or log.is_known(one))]):
         raise LogError(f"{made_up[0]}: a peer without tokens cannot become a voter")

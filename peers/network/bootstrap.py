@@ -219,7 +219,7 @@ async def _work_until_stopped(node: _BootstrapNode, beside: Sequence[NodeTask], 
             publishing.result()
     finally:
         await cancel_and_wait(stopped, failed, publishing, living, *others)
-        HEALTH.over("publishing")
+        HEALTH.forget("publishing")
 
 
 def _report_failure(task: asyncio.Task[None]) -> None:
@@ -234,7 +234,7 @@ async def _give_life_signs() -> None:
             HEALTH.expect("bootstrap", LIFE_SIGN_LIMIT, "this node has not come to its work")
             await asyncio.sleep(LIFE_SIGN_INTERVAL)
     finally:
-        HEALTH.over("bootstrap")
+        HEALTH.forget("bootstrap")
 
 
 # Calls to bootstrap nodes -------------------------------------------------------------------------------------

@@ -388,7 +388,8 @@ class _Arrivals(Protocol):
         """Return memory of this length for the next chunk's data. Raises: RemoteProtocolError to end the stream."""
 
     def arrived(self) -> bool:
-        """Process the chunk in the filled memory. Return True unless the sender must send the chunk again."""
+        """Process the chunk whose data now fills the memory that `expect` returned. Return True unless the sender must
+        send the chunk again."""
 
 
 async def receive_chunks(channel: Channel, admit: Callable[[str, bytes], Awaitable[_Arrivals]]) -> None:

@@ -95,7 +95,7 @@ class PeerDiscovery:
             self.meeting_place.stored(now())
             is_stored = await self._network.dht.store_heartbeat(heartbeat, signed)
             if is_stored:
-                HEALTH.well(f"dht {self._run}")
+                HEALTH.recovered(f"dht {self._run}")
             else:
                 HEALTH.failing(f"dht {self._run}", NO_NODE)
         if is_farewell:
@@ -131,7 +131,7 @@ class PeerDiscovery:
             logger.info("dropped an invalid answer to a beat: %s", error)
 
     async def close(self) -> None:
-        HEALTH.over(f"dht {self._run}")
+        HEALTH.forget(f"dht {self._run}")
         await cancel_and_wait(*self._calling, *([self._asking] if self._asking else []))
 
     # Known peers ----------------------------------------------------------------------------------------------

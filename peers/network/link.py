@@ -321,7 +321,8 @@ class _Caller:
 
 
 async def answer_calls(channel: Channel, answer: Answer) -> None:
-    """Let `answer` answer the peer's questions on a channel. Raises: the channel's error; EOFError when it ends."""
+    """Let `answer` answer the questions that a peer asks on a channel. Raises: EOFError when the channel ends; the
+    channel's error if it breaks."""
     await channel.read_prelude()
     await channel.accept()
     writing = asyncio.Lock()

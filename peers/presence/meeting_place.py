@@ -19,7 +19,9 @@ SAMPLE_PERIOD = 60.0  # seconds after which the peers drawn by lot are drawn ane
 ARRIVAL = 60.0  # seconds after a peer's start in which it learns of all older peers
 STORE_SHARE = REFRESH_SHARE  # fraction of a heartbeat's lifetime between two heartbeats in the DHT
 SEARCH_SHARE = 0.25  # least fraction of a heartbeat's lifetime between two searches of the DHT
-SEARCH_CALM, SEARCH_UNEASY = 0.5, 0.05  # seconds between searches, per known other peer: while linked, and while not
+# The pause between two searches is this many seconds times the number of known other peers: CALM if one of them was
+# heard over a link lately (and for visitors), otherwise UNEASY.
+SEARCH_CALM, SEARCH_UNEASY = 0.5, 0.05
 SEARCH_LAST = 300.0  # maximum number of seconds between two searches of the DHT
 
 

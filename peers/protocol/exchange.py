@@ -116,7 +116,7 @@ class Exchange:
         self._now = now
         if contributions.commitments or not self.contributions.commitments:
             self.contributions = contributions
-        self.averages.marks = b""  # the stored marks were those of an earlier ballot's proposal
+        self.averages.marks = b""  # the stored marks named the averages of an earlier ballot's proposal
         for part in self._reducers.add(heirs).get(self.me, ()):
             self._reducing.add([chunk for chunk in part if chunk not in self.averages.ours], now, seconds)
             self._reducing.silent |= self.averages.absent_from_ours()

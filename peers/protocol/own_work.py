@@ -90,7 +90,7 @@ class OwnWork:
         mine = [member for member in round.roster if member.peer == self._context.me]
         others = [member for member in round.roster if member.peer != self._context.me]
         stated = self.member()
-        return mine in ([stated], [self._log.weighed([stated, *others])[0]])
+        return mine in ([stated], [self._log.without_unproven([stated, *others])[0]])
 
     def is_stated_by(self, begin: Begin) -> bool:
         """Return True if the Begin has this peer's own commitment unchanged, and all commitments or norms that this

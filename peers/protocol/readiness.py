@@ -235,7 +235,7 @@ class Readiness:
 
     def roster(self, ready: Mapping[str, Ready]) -> tuple[Member, ...]:
         """Return the members of the entry that these Readys lead to, with the tokens that count, in roster order."""
-        offers = self._log.weighed([member_of(peer, one) for peer, one in ready.items()])
+        offers = self._log.without_unproven([member_of(peer, one) for peer, one in ready.items()])
         by_peer = {member.peer: member for member in offers}
         return tuple(by_peer[peer] for peer in take_order(self._log.roster, by_peer))
 

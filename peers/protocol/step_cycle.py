@@ -91,7 +91,8 @@ class StepCycle:
         return self.replica.state is ReplicaState.LEVEL and not self._awaits_last_digest
 
     def tick(self) -> None:
-        """Handle a Tick: leave the run if it is time, or try to join it, and run each open round and its leader."""
+        """Handle a Tick: leave the run if the time to leave has come. Otherwise try to join if this peer is joining,
+        and pass the Tick to each open round."""
         if self._leave_by is not None and self._context.now >= self._leave_by:
             self._leave()
             return

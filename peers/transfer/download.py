@@ -199,8 +199,8 @@ class Download:
             worker.result()  # raises the worker's error, if any, which no donor has caused
 
     def _has_place_for(self, donor: str, begun: Sequence[str]) -> bool:
-        """Return True if fewer donors are at work than PLACES has for this donor's reach. Silent donors do not count as
-        at work, unless there are more of them than places."""
+        """Return True if fewer donors are at work than the places that PLACES gives to this donor's reach. As many
+        silent donors as there are places do not count as at work; further silent ones do."""
         places, at_work = PLACES[self._transport.reach_of(donor)], set(self._workers.values())
         silent = sum(self._now() - self._gave_at[donor] > SILENT for donor in at_work)
         return len(at_work) + len(begun) - min(silent, places) < places

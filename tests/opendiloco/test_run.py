@@ -21,7 +21,7 @@ from opendiloco.run import Run, find_run
 from opendiloco.storage.loading import Checkpoint
 from opendiloco.storage.run_folder import RunFolder
 from opendiloco.volunteer.local_workload import NO_TEXT
-from opendiloco.volunteer.states import Past, StateSource, with_text
+from opendiloco.volunteer.states import History, StateSource, with_text
 from peers.errors import ManifestError, SwarmUnreachableError
 from peers.log.header import Header
 from peers.network.transport import HivemindTransport
@@ -138,18 +138,20 @@ def test_the_organiser_is_warned_where_no_curve_can_come_of_it(
 def exported(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Run, str]]:
     """The runs of which a model is exported, and the command that its card names; no worker starts."""
     seen = list[tuple[Run, str]]()
-    past = Past(cast(Header, SimpleNamespace(index=2)))
+    past = History(cast(Header, SimpleNamespace(index=2)))
 
     @asynccontextmanager
-    async def state_of(origin: StateSource, data: tuple[Path, ...]) -> AsyncIterator[tuple[Run, Past, None]]:
+    async def state_of(origin: StateSource, data: tuple[Path, ...]) -> AsyncIterator[tuple[Run, History, None]]:
         yield origin.run.with_data(data), past, None
 
     @asynccontextmanager
-    async def newest_state(invite: Invite, *options: object) -> AsyncIterator[tuple[Run, Past, None]]:
+    async def newest_state(invite: Invite, *options: object) -> AsyncIterator[tuple[Run, History, None]]:
         manifest = SimpleNamespace(is_by_invitation=invite.run_id.startswith("invited"))
         yield cast(Run, SimpleNamespace(run_id=invite.run_id, manifest=manifest)), past, None
 
-    async def export_state(run: Run, past: Past, workload: None, folder: Path, command: str, dtype: Dtype) -> RunFacts:
+    async def export_state(
+        run: Run, past: History, workload: None, folder: Path, command: str, dtype: Dtype
+    ) -> RunFacts:
         seen.append((run, command))
         return RunFacts(run_id="a", manifest_digest="00", outer_steps=3, tokens=1, peers=1, held_out_loss=1.0)
 

@@ -146,7 +146,7 @@ def test_a_process_is_healthy_until_something_lacks_or_fails(server: MetricsServ
     reasons = ["the worker was killed", "no heartbeat was published for 13 seconds"]
     assert json.loads(said) == {"healthy": False, "reasons": reasons}
     assert REGISTRY.get_sample_value("diloco_peer_healthy") == 0
-    health.well("workers")
+    health.recovered("workers")
     health.expect("heartbeat", 10.0, "no heartbeat was published")
     assert get(server, "/healthz")[0] == 200
     assert REGISTRY.get_sample_value("diloco_peer_healthy") == 1
@@ -157,7 +157,7 @@ def test_nothing_is_expected_of_what_is_over(health: Health) -> None:
     health.failing("training", "it failed")
     health.time += 20  # type: ignore[attr-defined]
     assert len(health.reasons) == 2
-    health.over("training")
+    health.forget("training")
     assert health.reasons == []
 
 
@@ -170,9 +170,9 @@ def test_names_are_as_prometheus_wants_them() -> None:
 
 def test_bytes_are_told_by_direction_and_not_when_the_counting_began() -> None:
     counter = Counter("test_moved_bytes", "For this test", ["direction"], registry=CollectorRegistry())
-    assert metrics.moved(counter) == (0, 0)
+    assert metrics.bytes_moved(counter) == (0, 0)
     counter.labels("sent").inc(3)
-    assert metrics.moved(counter) == (3, 0)
+    assert metrics.bytes_moved(counter) == (3, 0)
 
 
 def test_losses_are_not_known_where_nothing_is_trained() -> None:

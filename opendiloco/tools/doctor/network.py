@@ -286,7 +286,7 @@ async def _ask(place: str, ports: Sequence[int]) -> _DialledBack | None:
 
 async def ways_to_peers(transport: HivemindTransport, peers: set[str]) -> tuple[dict[str, Reach], int]:
     """Wait up to `LINK_SECONDS` until the paths to these peers are known. Return the known paths, and the number of
-    peers whose path is still sought. In a large run, the transport seeks no paths in advance."""
+    peers whose path is still sought: 0 in a large run, in which paths are sought only when they are needed."""
     end = time.monotonic() + LINK_SECONDS
     while (sought := transport.links.sought() & peers) and time.monotonic() < end:
         await asyncio.sleep(LOOK)

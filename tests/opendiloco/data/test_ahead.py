@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from opendiloco.config.run_config import RunConfig
-from opendiloco.data.ahead import Ahead, _prepare_shard
+from opendiloco.data.ahead import AheadTokenizer, _prepare_shard
 from opendiloco.data.token_files import TokenCache, few_tokens
 from opendiloco.data.tokenizer import ByteTokenizer
 from opendiloco.data.training_data import TokenizedSource, load_data
@@ -39,7 +39,7 @@ def test_training_finds_what_was_tokenized_ahead(
     config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Asked for while the first shard is read, made by another process, and read without being made again."""
-    before, ahead = child_processes(), Ahead(config)
+    before, ahead = child_processes(), AheadTokenizer(config)
     data = load_data(config, ByteTokenizer(), TokenCache(), ahead.tokenize)
     first = data.samples.read(np.arange(3))
     assert ahead._process is not None
@@ -81,7 +81,7 @@ def test_one_shard_at_a_time_and_none_twice(config: RunConfig, monkeypatch: pyte
             pass
 
     monkeypatch.setattr(subprocess, "Popen", Process)
-    ahead = Ahead(config)
+    ahead = AheadTokenizer(config)
     for shard in (3, 3, 4):
         ahead.tokenize(0, shard)
     assert len(started) == 1, "the others wait until it is done"
@@ -96,7 +96,7 @@ def test_one_shard_at_a_time_and_none_twice(config: RunConfig, monkeypatch: pyte
 def test_shards_that_stay_in_memory_are_not_worth_a_process(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("opendiloco.data.ahead.FEW_TOKENS", 20 * 16)
     monkeypatch.setattr(subprocess, "Popen", None)
-    Ahead(config).tokenize(0, 3)
+    AheadTokenizer(config).tokenize(0, 3)
 
 
 def test_it_ends_with_the_worker_that_started_it() -> None:

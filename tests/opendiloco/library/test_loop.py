@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from opendiloco.config.run_config import RunConfig, StreamingSection
-from opendiloco.data.ahead import Ahead
+from opendiloco.data.ahead import AheadTokenizer
 from opendiloco.data.sample_order import numbers_of
 from opendiloco.data.tokenizer import ByteTokenizer
 from opendiloco.data.training_data import load_data
@@ -431,10 +431,10 @@ def test_a_loop_has_the_next_shard_tokenized_as_a_worker_does(
     source, _ = sharded(tmp_path)
     data = {"sources": [source], "held_out": 0.2}
     config = RunConfig.from_manifest_content(small_content | {"data": data})
-    foreseen, asked, closed = list[tuple[int, int]](), list[tuple[int, int]](), list[Ahead]()
+    foreseen, asked, closed = list[tuple[int, int]](), list[tuple[int, int]](), list[AheadTokenizer]()
     samples = load_data(config, ByteTokenizer(), None, lambda *wanted: foreseen.append(wanted)).samples
-    monkeypatch.setattr(Ahead, "tokenize", lambda ahead, *wanted: asked.append(wanted))
-    monkeypatch.setattr(Ahead, "close", lambda ahead: closed.append(ahead))
+    monkeypatch.setattr(AheadTokenizer, "tokenize", lambda ahead, *wanted: asked.append(wanted))
+    monkeypatch.setattr(AheadTokenizer, "close", lambda ahead: closed.append(ahead))
     loop = loop_of_its_own(monkeypatch)
     worker = worker_of(loop)
     loop.run = Run.sign(config, Identity.generate())

@@ -91,7 +91,7 @@ def test_the_first_word_on_each_outer_step_is_drawn_if_one_was_due(small_config:
         for peer, (index, loss) in zip("bcdef", said, strict=True)
     ]
     for _ in range(2):
-        curves.heard(own, RunView(run, [own, *others, beat("g", LOG)]))
+        curves.add_heartbeats(own, RunView(run, [own, *others, beat("g", LOG)]))
     assert curve.losses == {LOG.position.index: 9.0} | {due: 2.5, 0: 5.0}
     assert [(step, values["held_out/loss"]) for step, values in tracker.records] == [(0, 5.0), (10 * due, 2.5)]
 

@@ -120,7 +120,7 @@ def test_costs_are_those_since_the_outer_step_before() -> None:
     telemetry.trackers.append(tracker)
     curves = Curves(telemetry)
     for index, costs in enumerate((RoundCosts(2.0, 100, 50), RoundCosts(5.0, 300, 450, 70.0, 90.0))):
-        curves.taken(OuterStepTaken(index, 0.7, 0.9, math.nan, OuterStatistics(1.0, 2.0)), costs)
+        curves.add_outer_step(OuterStepTaken(index, 0.7, 0.9, math.nan, OuterStatistics(1.0, 2.0)), costs)
     names = ("round_seconds", "sent_bytes", "received_bytes", "peak_sent_rate", "peak_received_rate")
     found = [[values.get(f"outer_step/{name}") for name in names] for _, values in tracker.records]
     assert found == [[2.0, 100, 50, None, None], [3.0, 200, 400, 70.0, 90.0]], "no link was measured at first"

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from opendiloco.volunteer import admission as module
-from opendiloco.volunteer.admission import TICKET_FILE, GivenTickets, _show_ticket, read_ticket, wait_for_refusal
+from opendiloco.volunteer.admission import TICKET_FILE, IssuedTickets, _show_ticket, read_ticket, wait_for_refusal
 from peers.errors import AdmissionError
 from peers.presence.admission import RunAdmission
 from peers.values.identity import Identity
@@ -121,14 +121,14 @@ class TestStaying:
 
 class TestGivenTickets:
     def test_they_are_remembered(self, tmp_path: Path) -> None:
-        given, tickets = GivenTickets(RUN, ORGANISER.peer_id, tmp_path), [Ticket.give(RUN, ORGANISER, LATER)] * 2
+        given, tickets = IssuedTickets(RUN, ORGANISER.peer_id, tmp_path), [Ticket.give(RUN, ORGANISER, LATER)] * 2
         assert given.tickets == []
         for ticket in tickets:
             given.add(ticket)
         assert given.tickets == tickets
 
     def test_lists_of_revoked_ones_grow(self, tmp_path: Path) -> None:
-        given = GivenTickets(RUN, ORGANISER.peer_id, tmp_path)
+        given = IssuedTickets(RUN, ORGANISER.peer_id, tmp_path)
         assert given.revocations is None
         given.revoke(["01" * 8], ORGANISER)
         told = Revocations.sign(RUN, 7, (b"\2" * 8,), ORGANISER)
@@ -140,4 +140,4 @@ class TestGivenTickets:
     def test_what_is_no_tickets_id_is_not_revoked(self, tmp_path: Path, text: str) -> None:
         """Regression: a part of one was signed, and then seemed to be a bug."""
         with pytest.raises(AdmissionError, match="is not the id of a ticket"):
-            GivenTickets(RUN, ORGANISER.peer_id, tmp_path).revoke([text], ORGANISER)
+            IssuedTickets(RUN, ORGANISER.peer_id, tmp_path).revoke([text], ORGANISER)

@@ -24,7 +24,7 @@ from opendiloco.storage.files import file_header, file_name
 from opendiloco.storage.loading import metadata_of
 from opendiloco.storage.run_folder import HeldOutCurve, RunFolder
 from opendiloco.volunteer.local_workload import LocalWorkload
-from opendiloco.volunteer.states import Past, find_origin
+from opendiloco.volunteer.states import History, find_origin
 from opendiloco.workers.options import WorkerOptions
 from peers.log.folder import LogFolder, RunLog
 from peers.values.identity import Identity
@@ -132,13 +132,13 @@ def test_the_history_names_the_amendments_that_were_in_force(small_config: RunCo
     whole, only_last = RunLog(run.settings.empty_log, BLOCK_BYTES), RunLog(run.settings.empty_log, BLOCK_BYTES)
     recorded.fill(whole)
     first, second, third = (f"amendment {number} (outer learning rate 0.{4 - number})" for number in (1, 2, 3))
-    assert Past.of(whole, recorded.headers[5], {}).amendments == (
+    assert History.of(whole, recorded.headers[5], {}).amendments == (
         f"after outer step 2: {first}",
         f"after outer step 4: {second}",
     ), "the third was in force in no outer step of this state"
     by = "by outer step 6: "
-    assert Past.of(only_last, recorded.headers[5], {}).amendments == (by + first, by + second, by + third)
-    assert Past.of(whole, recorded.headers[1], {}).amendments == ()
+    assert History.of(only_last, recorded.headers[5], {}).amendments == (by + first, by + second, by + third)
+    assert History.of(whole, recorded.headers[1], {}).amendments == ()
 
 
 def values_of(folder: Path) -> torch.Tensor:

@@ -77,8 +77,10 @@ class Swarm:
             if each.age == 0:
                 self.trainings[each.replica] = self.begin(index, each)
         for fragment in range(self.fragments):
-            await self.average(index, fragment, [each for each in roster if each.brings(fragment)])
-        self.tokens += sum(TOKENS * sample_count(each.samples) for each in roster if each.brings(self.fragments - 1))
+            await self.average(index, fragment, [each for each in roster if each.contributes_to(fragment)])
+        self.tokens += sum(
+            TOKENS * sample_count(each.samples) for each in roster if each.contributes_to(self.fragments - 1)
+        )
         digests = {await peer.state_digest() for peer in self.peers.values()}
         assert len(digests) == 1
         return digests.pop()

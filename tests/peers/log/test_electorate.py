@@ -208,7 +208,7 @@ def test_whoever_leads_does_not_choose_the_rosters_order() -> None:
 
 def test_those_on_probation_do_not_vote_and_lead_last() -> None:
     log = founded(replace(LOG, probation=2))
-    roster = log.weighed([log.expected("a"), newcomer(log, "z")])
+    roster = log.without_unproven([log.expected("a"), newcomer(log, "z")])
     log = log.append(next_header(log, roster, PAYLOAD, (), "cde"))
     assert log.voters == ("a", "b")
     assert log.ring == ("b", "a", "z")

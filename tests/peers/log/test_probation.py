@@ -29,7 +29,7 @@ def bringing(log: LogState, names: Iterable[str]) -> list[Member]:
 def after(log: LogState, names: Iterable[str]) -> LogState:
     """The log after an entry of these, all others being gone."""
     gone = [peer for peer in log.voters if peer not in names]
-    return log.append(next_header(log, log.weighed(bringing(log, names)), PAYLOAD, (), gone))
+    return log.append(next_header(log, log.without_unproven(bringing(log, names)), PAYLOAD, (), gone))
 
 
 def founded(names: str = "abc") -> LogState:
@@ -72,7 +72,7 @@ def test_nobody_can_write_another_header() -> None:
     log = after(founded(), "abc")
     with pytest.raises(LogError, match="on probation counts"):
         next_header(log, bringing(log, "abcz"), PAYLOAD)
-    honest = next_header(log, log.weighed(bringing(log, "abcz")), PAYLOAD)
+    honest = next_header(log, log.without_unproven(bringing(log, "abcz")), PAYLOAD)
     for tenures in ((), honest.tenures[:-1], tuple(one.model_copy(update={"served": 2}) for one in honest.tenures)):
         with pytest.raises(LogError, match="its tenures does not follow"):
             log.append(honest.model_copy(update={"tenures": tenures}))
@@ -91,7 +91,7 @@ def test_sybils_are_no_quorum() -> None:
 
 def test_signatures_of_newcomers_certify_nothing() -> None:
     log = after(founded("a"), "a" + "stu")
-    header = next_header(log, log.weighed(bringing(log, "astu")))
+    header = next_header(log, log.without_unproven(bringing(log, "astu")))
     choice = choice_of(header)
     theirs = votes(choice, header, [(peer, 0) for peer in "stu"])
     assert certify(log, header, choice, (), theirs, {}) is None
@@ -139,14 +139,14 @@ def test_what_is_remembered_is_bounded() -> None:
     )
     assert log.last is not None
     long = log.at(log.last.model_copy(update={"tenures": tenures}))
-    header = next_header(long, long.weighed(bringing(long, "abc")), PAYLOAD)
+    header = next_header(long, long.without_unproven(bringing(long, "abc")), PAYLOAD)
     assert len(header.tenures) == 3 + MEMBER_LIMIT
     assert {one.served for one in header.tenures[3:]} == {2}, "those that have served are remembered for longest"
 
 
 def test_headers_and_outcomes_have_it() -> None:
     log = after(founded(), "abcz")
-    header = next_header(log, log.weighed(bringing(log, "abcz")), PAYLOAD)
+    header = next_header(log, log.without_unproven(bringing(log, "abcz")), PAYLOAD)
     assert unpack(Header, pack(header)) == header
     assert header_of(log, outcome_of(log, header)) == header
     assert log.at(log.last).served == log.served, "who takes over a snapshot knows the same"
