@@ -329,7 +329,7 @@ def test_the_command_knows_where_moments_are() -> None:
         )
         for each in ("host", "8bit")
     ]
-    device, host, bits = (json.loads(each.output) for each in (done, *kept))
+    device, host, bits = (json.loads(each.stdout) for each in (done, *kept))
     assert device["gpu_memory"] - host["gpu_memory"] == 8 * PARAMETERS["llama-1b"]
     assert host["main_memory"] - device["main_memory"] == 8 * PARAMETERS["llama-1b"]
     assert host["gpu_memory"] < bits["gpu_memory"] < 16e9 < device["gpu_memory"]
