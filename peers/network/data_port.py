@@ -259,7 +259,7 @@ class Strangers:
         self._newcomers = Allowances(UNKNOWN_OF_ONE_NETWORK, NEWCOMERS_PER_SECOND, together=ALL_NETWORKS)
 
     def come(self, peer: str, network: str, now: float) -> bool:
-        """Register a new peer. Return False if its network adds peers too fast, and the caller must close the link."""
+        """Register a new peer. Return False if its network adds peers too fast: the caller must close the link then."""
         if not self._newcomers.has_some(network, now):
             return False
         self._newcomers.spend(network, 1.0)

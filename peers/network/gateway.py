@@ -88,7 +88,7 @@ def _read_default_gateway(table: str) -> IPv4Address | None:
 
 
 class Gateway:
-    """A client of the default gateway. It remembers its external port, so that a repeated request renews the mapping.
+    """A client of the default gateway. It remembers the mapped external port, so that a repeated request renews it.
 
     `where` finds the gateway again for every request, since a machine may change its network.
     """

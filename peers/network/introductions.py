@@ -123,7 +123,7 @@ class Arranging:
         self._changed = asyncio.Event()
         self._meetings: dict[str, asyncio.Future[None]] = {}
         self.left: set[str] = set()
-        """Peers whose links we closed when our network changed. They do not know, so we must ask for an introduction."""
+        """Peers whose links we closed when our network changed. They do not know, so we must ask to be introduced."""
 
     # Nodes that introduce us ----------------------------------------------------------------------------------
     @property
