@@ -14,7 +14,7 @@ from peers.values.wire import MESSAGE_LIMIT, Count, Digest, PeerId, Value, diges
 AVERAGE_CONTEXT = b"diloco-peer average\0"
 MARK_BYTES = 16
 """Length of a mark. With half of it a reducer would need only 2³² tries, during the round, to find two averages with
-one mark."""
+the same mark."""
 MARKED = MESSAGE_LIMIT // 2 // MARK_BYTES
 """Number of chunks that have a mark, so that the marks fill at most half a message. That is a payload of 16 GiB."""
 Marks = Annotated[bytes, Field(strict=True, max_length=MARKED * MARK_BYTES)]

@@ -26,7 +26,7 @@ PROOF_LIMIT = MESSAGE_LIMIT - (1 << 13)
 """Maximum bytes of a proof, so that it fits into a message with the envelope."""
 Peers = Annotated[tuple[PeerId, ...], Field(max_length=MEMBER_LIMIT)]
 Rates = Annotated[tuple[tuple[PeerId, Count], ...], Field(max_length=SEEN_LIMIT)]
-"""Peers, each with bytes a second."""
+"""Peers, each with a data rate in bytes a second."""
 Heirs = Annotated[tuple[tuple[PeerId, PeerId], ...], Field(max_length=MEMBER_LIMIT)]
 """Reducers that gave no Part, each with the member that averages its chunks instead."""
 Signed = Annotated[tuple[Averaged, ...], Field(max_length=MESSAGE_LIMIT // (DIGEST_BYTES + SIGNATURE_BYTES))]

@@ -23,7 +23,7 @@ PLACE = len(Position.model_fields)  # number of values for the position, at the 
 
 
 class HasLog(Protocol):
-    """A peer with a log, and with the log's recent lineage."""
+    """A peer, as `Packer` uses it: its log, and the last entries of this log as a Lineage."""
 
     @property
     def log(self) -> LogState: ...
@@ -159,7 +159,8 @@ class Packer:
         self._run = peer.log.run
         self._last: dict[type[Message], tuple[Message, bytes]] = {}  # last packed message of each kind, with its bytes
         self._here = peer.log
-        self._read_here: dict[str, tuple[bytes, Message | Unread | None]] = {}  # by sender: last Ready, packed and read
+        # Each sender's last Ready: its bytes, and the message that was read from them.
+        self._read_here: dict[str, tuple[bytes, Message | Unread | None]] = {}
 
     def pack(self, message: Message) -> bytes:
         """Return the bytes of a message. Raises: LogError when the message's position is no longer in this peer's
@@ -187,8 +188,8 @@ class Packer:
         return message
 
     def log_at(self, position: Position) -> LogState | None:
-        """Return the log at a recent position, without the entries made in its cycle; None if the position is not in
-        this peer's recent log."""
+        """Return the log as it was at the start of the position's cycle, with the position's fragment as the next one;
+        None if the position is not in this peer's recent log."""
         log: LogState | None = self._peer.log
         if log is not None and not position.is_in_cycle_of(log.position):
             log = self._peer.lineage.start(position.head)

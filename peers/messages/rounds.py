@@ -103,8 +103,8 @@ class Round(Value):
 
     def counts_enough(self, absent: Mapping[str, int], view: int, ring: int) -> bool:
         """Return True if at least half of the round's tokens count, given the number of chunks from which each member
-        is absent. Once all peers of the ring have led a view without success, any number is enough, since a link may be
-        broken for good (R5)."""
+        is absent. Once all peers of the ring (R1, `ring` is their number) have led a view without success, any number
+        of tokens is enough, since a link may be broken for good (R5)."""
         if view >= (ring or len(self.roster)):
             return True
         counted = sum(member.tokens for member in self.counted(absent))

@@ -55,7 +55,7 @@ class _ShortLock(Value):
 
 
 class _ShortPeers(Value):
-    """The short form of a set of peers: the places of those with a lease, and the ids of the others."""
+    """The short form of a set of peers: those with a lease by place in `LogState.lease_holders`, the others by id."""
 
     places: PeerSet
     others: Peers
@@ -96,7 +96,7 @@ def _place(peer: str, log: LogState) -> int | str:
 
 
 def _named(peer: int | str, log: LogState) -> str:
-    """Return the id of a peer, given its place or its id. Raises: LogError when there is no such place."""
+    """Return the id of a peer, given its place in `log.lease_holders` or its id. Raises: LogError for no such place."""
     if isinstance(peer, str):
         return peer
     if peer >= len(log.lease_holders):
@@ -147,7 +147,7 @@ def _header(plain: object, log: LogState) -> Header:
 
 
 def _header_of(outcome: Outcome, log: LogState) -> Header:
-    """Return the header of an outcome. Raises: LogError when the outcome is of another fragment than the message."""
+    """Return the header that an outcome stands for. Raises: LogError if it is of another fragment than the message."""
     if outcome.fragment != log.fragment:
         raise LogError(f"an entry of fragment {outcome.fragment} in a message about {log.position}")
     return header_of(log, outcome)

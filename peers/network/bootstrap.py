@@ -157,7 +157,8 @@ class _BootstrapNode:
         return manifest.run_id.encode()
 
     async def on_list(self, sender: str, payload: bytes) -> bytes:
-        """Return one page of run ids, the newest run first, one id per line. Runs by invitation are left out."""
+        """Return up to PAGE run ids, the newest first, one per line, after skipping the number of ids in `payload`.
+        Runs by invitation are left out."""
         if not NUMBER.fullmatch(payload):
             raise RefusalError("the number of runs to leave out is malformed")
         first, admissions = int(payload), self.transport.runs.admissions

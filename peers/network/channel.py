@@ -28,15 +28,15 @@ from peers.values.system import cancel_and_wait, now, start_task
 from peers.values.wire import DIGEST_BYTES, MESSAGE_LIMIT, Buffer, printable
 
 Serve: TypeAlias = Callable[[str, bytes], AbstractAsyncContextManager[tuple[bytes, Buffer]]]
-"""(sender, header) -> header and data of the answer, while they are sent; RefusalError refuses."""
+"""(sender, header) -> a context with the answer's header and data, left when they are sent. Raises: RefusalError."""
 MAGIC = b"DLCP"
 VERSION = 1  # version of the stream format; increased when the format of the bytes after the prelude changes
 PRELUDE = struct.Struct(">4sBIQ")  # magic, version, header length in bytes, data length in bytes
-HEADER_LIMIT = MESSAGE_LIMIT  # bytes of a stream's header, at most; a snapshot's header contains a log header
+HEADER_LIMIT = MESSAGE_LIMIT  # bytes of a stream's header, at most, since that of a snapshot contains an entry's header
 FRAME = struct.Struct(">IQ")  # a frame's header length and data length, in bytes
 LAST_FRAME = 0xFFFFFFFF  # value of a frame's header length that marks the end of the frames
 FRAME_HEADER_LIMIT = 1 << 17  # bytes of a frame's header, at most; enough to list 1,000 absent members of a chunk
-BYTES_UNDER_WAY = 768 << 10  # unconfirmed bytes on one stream, at most; with more, some streams end long after others
+BYTES_UNDER_WAY = 768 << 10  # unconfirmed bytes on one stream, at most; with more, equal streams end at different times
 FRAMES_UNDER_WAY = 64  # frames sent and not confirmed on one stream, at most
 ACCEPTED, REFUSED = b"\x01", b"\x00"
 REASON_LENGTH = struct.Struct(">H")
@@ -51,7 +51,7 @@ Frame: TypeAlias = tuple[Item, bytes, Buffer]
 """A chunk for a stream: the sender's own key for it, header and data."""
 
 PLACE_WAIT = 20.0  # seconds that a pull waits for a free place, at most
-FEW_PLACES = 2  # places of one peer, at most, while few places are free; two, as the peer may have given up one pull
+FEW_PLACES = 2  # places of one peer, at most, while few are free; two, as a pull that it has given up may hold one
 LONGEST_HELD = 600.0  # seconds for which a pull may hold its place, and for which the peer that asked waits for data
 
 
@@ -213,11 +213,12 @@ class Channel:
             raise RemoteProtocolError(self.peer, "it sent more than its prelude announced")
 
     def give_way(self, link: LinkTime) -> None:
-        """Slow down this stream's data from now on, whenever a round uses the link."""
+        """Delay this stream's data, from now on, while a round uses `link`."""
         self._gives_way_to = link
 
     def close(self) -> None:
-        """Close the stream. Drop unsent bytes, because from Python 3.12 on the caller may reuse their memory."""
+        """Close the stream, and drop unsent bytes: since Python 3.12 they are sent from the caller's own memory,
+        which the caller may now reuse."""
         if self._writer.transport.get_write_buffer_size():
             self._writer.transport.abort()
         else:

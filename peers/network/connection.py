@@ -32,7 +32,7 @@ from peers.network.sockets import closed_on_failure, endpoint_of_peer, parse_end
 from peers.values.identity import Identity, peer_id_of_bytes
 from peers.values.wire import Reach
 
-CONTEXTS = 1024  # TLS contexts kept for accepting connections, one per peer, at most
+CONTEXTS = 1024  # TLS contexts kept for accepting connections, at most; there is one for each certificate of a peer
 NAME = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "diloco-peer")])
 EVER = (datetime(2000, 1, 1), datetime(9999, 1, 1))  # certificates never expire, since peers' clocks may differ
 
@@ -45,13 +45,14 @@ _ciphertext = memoryview(bytearray(CIPHERTEXT))  # a read buffer, which all conn
 
 READ_AHEAD = 4096  # bytes that are received before a caller asks for them, at most; enough for most headers
 LOW_WATER = 1 << 17
-"""Bytes that must have come before we are woken, within a long read: on a long link they come in thousands of small
-pieces, and waking for each would cost more than decrypting them."""
+"""Bytes that must have arrived before the kernel wakes us within a long read. On a link with a long delay they arrive
+in thousands of small pieces, and waking for each would cost more than decrypting them."""
 RECORD = 17 << 10  # bytes that TLS may hold back: one incomplete record, with its overhead
 
 
 class Credentials:
-    """One peer's TLS certificate and private key. Each instance makes a new certificate: see `Link.add`."""
+    """One peer's TLS certificate and private key. Each instance makes a new certificate, so that other peers notice
+    when this peer has started again, or is in another network (`Link.add`)."""
 
     def __init__(self, identity: Identity) -> None:
         key = identity.private_key
@@ -226,7 +227,7 @@ class TlsTransport(asyncio.Transport):
         return self._protocol
 
     def set_protocol(self, protocol: asyncio.BaseProtocol) -> None:
-        """Set the protocol that gets received data: a BufferedProtocol, at the latest when reading is resumed."""
+        """Set the protocol that gets received data. It must be a BufferedProtocol before reading is resumed."""
         self._protocol = cast(asyncio.BufferedProtocol, protocol)
 
     # Receiving ------------------------------------------------------------------------------------------------
@@ -489,7 +490,8 @@ class DirectReads(asyncio.BufferedProtocol):
                 self._transport.pause_reading()
 
     def eof_received(self) -> bool:
-        """End the waiting read, as the peer sends no more. Return True if we may still write, which TLS forbids."""
+        """End the waiting read, as the peer sends no more. Return True to keep the connection open for writing: always,
+        except over TLS."""
         self.has_ended = True
         self._end(self._incomplete())
         return not self._is_tls

@@ -9,7 +9,7 @@ from ipaddress import IPv4Address, IPv6Address, ip_address
 from peers.network.sockets import endpoint_of, parse_endpoint
 from peers.presence.heartbeat import Heartbeat, PeerState
 
-INTRODUCING_VOLUNTEERS = 2  # volunteers that each peer links with so that they introduce it, besides the invite's nodes
+INTRODUCING_VOLUNTEERS = 2  # volunteers, besides the invite's nodes, that each peer links with to be introduced by them
 
 
 @dataclass(frozen=True)

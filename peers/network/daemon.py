@@ -63,7 +63,8 @@ NOT_RUNNABLE = re.compile(r"binary|No such file|Permission denied|Exec format er
 # The bytes before a peer id in a multiaddr: as hivemind writes them, and as p2pd reads them.
 AS_CID, AS_HASH = bytes.fromhex("a503280172 00240801"), bytes.fromhex("a50326 00240801")
 GO_THREADS = max(1, min(4, (os.cpu_count() or 1) // 2))
-"""Threads that p2pd computes on. The other cores are for training; on two cores two threads take a third more time."""
+"""Threads that p2pd computes on. The other cores are for training; on a machine with two cores, p2pd needs a third more
+time with two threads than with one."""
 IN_OWN_SESSION = (
     sys.executable,
     "-ISc",
@@ -205,7 +206,7 @@ def parse_addresses(addresses: Sequence[str], needs_peer_id: bool) -> list[Any]:
 
 
 def own_addresses(addresses: Sequence[str], me: str | None = None) -> list[str]:
-    """Return addresses to listen on or to announce without /p2p/ and the id `me`, which libp2p adds itself.
+    """Return these addresses, which are to be listened on or announced, without a final /p2p/`me`: libp2p adds that.
 
     Raises: OwnAddressError for an address that is malformed, has no port, or ends in another peer's id (None: in any).
     """
@@ -329,8 +330,8 @@ async def _start(folder: Path, initial_peers: list[str], **options: Any) -> Daem
             raise
         except (HIVEMIND.p2p.P2PDaemonError, OSError, ValueError) as error:
             for attempt in attempts:
-                # A failed daemon ends by itself. Wait for its end, or asyncio reports the end to a closed event loop. A
-                # request to end would make asyncio (before 3.12.8) warn of an unknown child.
+                # A failed daemon ends by itself. Wait for its end, or asyncio reports the end to a closed event loop.
+                # If we terminated it, asyncio (before 3.12.8) would warn of an unknown child process.
                 if attempt._child is not None:
                     await _uninterrupted(_end(attempt, attempt._child.wait()))
             raise _start_error(str(error), initial_peers) from error

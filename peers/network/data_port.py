@@ -64,14 +64,14 @@ STRANGERS = 256  # connections at once that have not sent an opening yet, at mos
 STRANGERS_OF_ONE_NETWORK = 80  # connections of one network that sent no opening yet, at most; one link may open 64
 PAUSE = 1.0  # seconds without accepting connections, after too many files were open
 UNKNOWN_OF_ONE_NETWORK = 160  # linked peers of one network whose heartbeats are unknown, at most; one NAT may hide many
-NEWCOMERS_PER_SECOND = 2.0  # new linked peers of one network per second, after the first UNKNOWN_OF_ONE_NETWORK
+NEWCOMERS_PER_SECOND = 2.0  # linked peers that one network may add per second, after its first UNKNOWN_OF_ONE_NETWORK
 ALL_NETWORKS = 10**6  # all networks together may add this many times as many peers as one network: in effect no limit
 
 TOKEN_LIFETIME = 30.0  # seconds for which a token is valid; both peers must connect within them
 TOKENS = 1024  # valid tokens at once, at most
 TOKENS_OF_ONE_PEER = 128  # valid tokens of one peer, at most: a new peer may meet this many others at once
 MEETING_CONNECTIONS = 16  # joined pairs of connections for one token, at most
-SPLICED_CONNECTIONS = 2048  # connections at once that a relay has joined, or keeps waiting, at most
+SPLICED_CONNECTIONS = 2048  # joined pairs of connections plus waiting connections of a relay, at most
 SPLICED_PIECE = 1 << 16  # bytes that a relay reads from a connection at once, at most
 
 
@@ -259,7 +259,7 @@ class Strangers:
         self._newcomers = Allowances(UNKNOWN_OF_ONE_NETWORK, NEWCOMERS_PER_SECOND, together=ALL_NETWORKS)
 
     def come(self, peer: str, network: str, now: float) -> bool:
-        """Register a new peer. Return False if its network adds peers too fast, and the caller must close the link."""
+        """Register a new peer. Return False if its network adds peers too fast: the caller must close the link then."""
         if not self._newcomers.has_some(network, now):
             return False
         self._newcomers.spend(network, 1.0)
@@ -325,7 +325,8 @@ class Splicer:
             sock.close()
 
     def arrived(self, sock: socket.socket, opening: Splice) -> None:
-        """Join a new socket with the waiting one of the same token and number. If none waits, let the new one wait."""
+        """Join a new socket with the waiting one of the same token and number. If none waits, let the new one wait.
+        Close the new one if its token is invalid, or too many sockets wait or are joined."""
         meeting = self._meetings.get(opening.token)
         if meeting is None or meeting.joined >= MEETING_CONNECTIONS:
             sock.close()

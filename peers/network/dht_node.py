@@ -192,10 +192,10 @@ class DhtMembership:
         await self._keep()
 
     async def _keep(self) -> None:
-        """Reconnect to initial peers that the DHT has dropped, and to remembered peers if no other DHT node is known.
+        """Reconnect to initial peers that are no longer in our routing table, and to remembered peers if it is empty.
 
-        The DHT drops a node at its first failure. So a restarted bootstrap node would stay alone with the newcomers
-        that it welcomes.
+        hivemind drops a node from the table at the node's first failure. So a restarted bootstrap node would
+        stay alone with the newcomers that it welcomes.
         """
         table = self._protocol.routing_table
         while True:

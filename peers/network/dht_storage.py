@@ -25,7 +25,7 @@ from peers.values.wire import WireError, decode
 MANIFEST_LIFETIME_LIMIT = 24 * 3600.0  # seconds for which a DHT node keeps a manifest, at most
 RECORD_OVERHEAD = 1000  # bytes of memory that Python needs for any record, besides its value
 SLACK = 64
-"""Heap entries of dropped records that may wait for their expiry, besides twice the number of stored records."""
+"""Entries that a heap may have, beyond twice the number of records, before dropped records' entries are removed."""
 CLOCK_TOLERANCE = 60.0  # seconds that a peer's clock may be ahead of ours
 
 

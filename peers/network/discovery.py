@@ -31,8 +31,8 @@ ANSWER_SHARE = 0.3  # fraction of the heartbeat expiry within which a peer must 
 FIRST_LIMIT = 2.0  # seconds that a new peer waits for its first answers, at most
 LOOK_LIMIT = 5.0  # seconds for which a node outside the run asks peers for more peers, at most
 ASK_SHARE, LOOK_SHARE = 0.5, 0.1
-"""Fraction of a heartbeat's lifetime between two requests for more peers: of a peer of the run, which also hears others
-itself; and of a node outside it."""
+"""Fraction of a heartbeat's lifetime between two requests for more peers: by a peer of the run, to which others also
+send beats; and by a node outside the run."""
 ASKED_FIRST = 3  # number of peers asked by the first request for more peers
 PAGES_LIMIT = 32  # pages of heartbeats requested from one peer in a row, at most
 NO_NODE = "no node of the DHT takes this peer's heartbeats, so newcomers cannot find it; check its internet connection"
@@ -71,7 +71,8 @@ class PeerDiscovery:
         return is_to_be_stored or self.beats.is_news(heartbeat, now())
 
     def beat(self, heartbeat: Heartbeat, voters: Collection[str] = ()) -> None:
-        """Start sending a beat to other peers, in a large swarm to `voters` first; none before our first heartbeat."""
+        """Start sending a beat to the other peers, or in a large swarm to some of them, which include the `voters`.
+        Before our first heartbeat, send none."""
         self.beats.go_on(heartbeat, now())
         self._voters = voters
         self._call_due()
@@ -161,8 +162,8 @@ class PeerDiscovery:
 
     # Requests for more peers ----------------------------------------------------------------------------------
     async def _ask_around(self) -> None:
-        """Ask some known peers for more peers. A new peer waits for the first answers, since the DHT has only a few
-        peers, and a joiner should choose its donor from all."""
+        """Ask some known peers for more peers. A new peer waits for the first answers, since the DHT names only a
+        few peers, and a joiner should choose its donor among all peers."""
         if not self.is_member:
             await self._look(1 if self._asked_at > 0.0 else ASKED_FIRST)
         elif not self._has_met:

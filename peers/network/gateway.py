@@ -29,7 +29,7 @@ Answer = TypeVar("Answer")
 ROUTES = Path("/proc/net/route")
 ROUTE_IS_UP, ROUTE_HAS_GATEWAY = 1, 2  # Linux's flags of a route: RTF_UP and RTF_GATEWAY
 WAITS = (0.25, 0.5, 1.0, 2.0)
-"""Seconds to wait for an answer before the request is sent again; the first four of both protocols."""
+"""Seconds to wait for an answer before the request is sent again: the first four waits that both protocols name."""
 DATAGRAM_LIMIT = 64  # datagrams that are read for one request, at most
 
 PORT = 5351  # UDP port of PCP and NAT-PMP on the router
@@ -88,7 +88,7 @@ def _read_default_gateway(table: str) -> IPv4Address | None:
 
 
 class Gateway:
-    """A client of the default gateway. It remembers its external port, so that a repeated request renews the mapping.
+    """A client of the default gateway. It remembers the mapped external port, so that a repeated request renews it.
 
     `where` finds the gateway again for every request, since a machine may change its network.
     """
@@ -103,8 +103,8 @@ class Gateway:
         self._speaks_pcp = False
 
     async def open(self, port: int, lifetime: float) -> Mapping | None:
-        """Map a TCP port for `lifetime` seconds. Return the mapping, or None if the gateway refuses. Raises:
-        OSError."""
+        """Map a TCP port for `lifetime` seconds. Return the mapping; None if there is no gateway, or it refuses or does
+        not answer. Raises: OSError."""
         where = self._where()
         if where is None:
             return None

@@ -132,7 +132,8 @@ def _ending_when_cancelled(traverse: Callable[..., Coroutine[Any, Any, Any]]) ->
                 await cancel_and_wait(request, end)
 
         async def ask(node: Any, queries: Collection[Any]) -> dict[Any, tuple[tuple[Any, ...], bool]]:
-            """Return, for each query, the neighbours that a node knows, and True if the query's search may end."""
+            """Return, for each searched DHT key in `queries`, the neighbours that `node` knows, and True if the search
+            for this key may end."""
             return await unless_over(get_neighbors, node, queries) or dict.fromkeys(queries, ((), True))
 
         tell = found_callback and partial(unless_over, found_callback)

@@ -58,7 +58,7 @@ NO_ROUTE = (errno.ENETUNREACH, errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL)
 Endpoints = Annotated[tuple[Endpoint, ...], Field(max_length=MEETING_CONNECTIONS)]
 
 INTRODUCE, MEET = "introduce", "meet"  # names of the calls: from a peer to a node, and from the node to the other peer
-CALL_TIMEOUT = 20.0  # seconds for a call to introduce; meanwhile the other peer probes its own endpoints
+CALL_TIMEOUT = 20.0  # seconds for a call to introduce; meanwhile the other peer asks the node for its own endpoints
 MEETING_TIMEOUT = 10.0  # seconds to wait for the other peer to request an introduction
 LOOK_INTERVAL = 15.0  # seconds between two checks of the nodes that introduce us
 MEETINGS = 32  # introductions at once that other peers have requested, at most
@@ -87,7 +87,8 @@ class _MeetingRequest(Value):
 
 
 class _Introduced(Value):
-    """The answer to `_Introduce` and `_MeetingRequest`: the endpoints of the peer to connect with, and a token."""
+    """The answer to `_MeetingRequest`: the endpoints of the peer that answers. The node passes them on as its answer to
+    `_Introduce`, and adds a token if it relays."""
 
     endpoints: Endpoints
     token: Token | None = None
@@ -122,7 +123,7 @@ class Arranging:
         self._changed = asyncio.Event()
         self._meetings: dict[str, asyncio.Future[None]] = {}
         self.left: set[str] = set()
-        """Peers whose links we closed in a new network. They do not know it, so we must begin the meeting."""
+        """Peers whose links we closed when our network changed. They do not know, so we must ask to be introduced."""
 
     # Nodes that introduce us ----------------------------------------------------------------------------------
     @property
@@ -140,7 +141,8 @@ class Arranging:
         return tuple(dict.fromkeys(endpoint for node in self._ours.values() for endpoint in node.seen or ()))
 
     def look_again(self) -> None:
-        """Make `keep` check again which nodes we reach, and which of our endpoints they reach, in a changed network."""
+        """Make `keep` check again which nodes we reach, and which of our endpoints they reach, because our network
+        has changed."""
         for node in (*self._known.values(), *self._ours.values()):
             node.is_reached, node.seen = False, None
         self._changed.set()
@@ -210,7 +212,8 @@ class Arranging:
 
     # Introductions that we request ----------------------------------------------------------------------------
     async def meet(self, contact: Contact, connections: int = CONNECTIONS) -> None:
-        """Connect to a peer through a node that introduces that peer or us. The peer with the smaller id begins."""
+        """Connect to a peer through a node that introduces that peer or us. The peer with the smaller id requests the
+        introduction; the other requests one only if it has waited in vain."""
         meeting = self._meetings.get(contact.peer)
         if meeting is not None:
             await asyncio.wait([meeting])

@@ -21,7 +21,8 @@ class Amending:
         self._newest: Amendment | None = None
 
     def hear(self, amendment: Amendment | None) -> bool:
-        """Store an amendment. Return True if the organiser has signed it, and it is newer than the stored one."""
+        """Store an amendment, and return True, if the organiser has signed it and it is newer than the stored one.
+        Otherwise return False."""
         if amendment is None or newest(self._newest, amendment) is self._newest or amendment == self.refused:
             return False
         if not amendment.is_signed(self._settings.run, self._settings.organiser):

@@ -45,8 +45,8 @@ class Attendance:
         self._most_named_at = -float("inf")
 
     def look(self, ready_since: float | None, is_at_work: bool, is_behind: bool) -> None:
-        """Update `here`. Set `is_alone` and `joins_alone`: true if this peer may begin a minority's ballots, or join
-        them.
+        """Update `here`. Set `is_alone` to true if this peer may begin a minority's ballots, and `joins_alone` if it
+        may join them.
 
         Args:
             ready_since: time at which this peer became ready; None if it is not.

@@ -101,12 +101,14 @@ class Awaited:
         self._away = {peer: self._seconds_away(given[peer], *report) for peer, report in reports.items()}
 
     def _is_at_work(self, beat: Heartbeat) -> bool:
-        """Return True if the heartbeat shows a peer at work, or dates from before an entry that has the peer."""
+        """Return True if the heartbeat shows a peer at work, or is older than the last entry and the peer
+        is a member of that entry."""
         is_older = beat.index < self._log.position.index
         return beat.state in PARTICIPATING or (is_older and beat.peer in self._log.roster)
 
     def _reported(self, beat: Heartbeat) -> tuple[int, float]:
-        """Return the inner step and the tokens per second that a heartbeat reports; 0 tokens per second if outdated."""
+        """Return the inner step and the tokens per second that a heartbeat reports; 0 tokens per second if it does not
+        show a training for this position."""
         is_current = beat.state is PeerState.TRAINING and beat.index == self._log.position.index
         return beat.inner_step, (beat.tokens_per_second or beat.speed) if is_current else 0.0
 
@@ -138,8 +140,8 @@ class Awaited:
         return has_begun and (left <= 0 or self.are_all_in(ready))
 
     def _are_enough(self, now: float, begun: float, ready: Set[str], contributing: Set[str]) -> bool:
-        """Return True if an asynchronous run has enough contributions, and no further peer can become ready within the
-        slack. The slack is counted from `begun`, or from the first time with enough contributions, if later."""
+        """Return True if an asynchronous run has enough contributions, and either has since waited `self.slack` seconds
+        (from `begun` at the earliest) for further peers, or no further peer can become ready in that time."""
         share = self._settings.contributions
         if share is None:
             return False

@@ -59,7 +59,9 @@ class Belief:
             return None
         if not self._is_as_signed(sender, header):
             return None
-        if log.fragments > 1:  # with several fragments, heartbeats do not show which of the cycle's entries a peer has
+        # With several fragments, heartbeats do not show which of a cycle's entries a peer has already made, so each
+        # peer at this cycle may have this entry.
+        if log.fragments > 1:
             donors |= {peer for peer, beat in live.items() if beat.head == header.previous}
         if not donors and header.payload != NO_PAYLOAD:
             return None
@@ -117,7 +119,7 @@ class Belief:
         log, signed, founders = self._replica.log, self._replica.signed, theirs.founders
         vouched = signed.vouched(theirs.heads)
         if self._replica.needs_signed_log and not vouched:
-            return None  # `theirs` may have another first entry, since it does not reach the signed head yet
+            return None  # until `theirs` has a signed head, its first entry may not be that of the signed log
         if log.last is None and founders is not None and not vouched and not self.may_found(founders):
             return None
         for doubt in theirs.doubts:

@@ -107,9 +107,9 @@ class Search:
         return self._far_behind(ahead) if ahead is not None else None
 
     def _far_behind(self, donor: str, common: int = 0) -> FarBehind:
-        """Return the donor and the lowest useful index of its snapshot: after this peer's place if the donor is ahead,
-        otherwise `common`, the last place of both branches. Other peers must still have the entries after that
-        index."""
+        """Return the donor and the lowest useful index of its snapshot: the index after this peer's if the donor is
+        ahead, otherwise `common`, the last index of both branches; but none after which peers may have dropped
+        entries."""
         index, beat = self._replica.log.position.index, self._presence.live()[donor]
         known_from = 0 if beat.state is PeerState.ARCHIVING else beat.index - RECENT_ENTRIES // 2
         return FarBehind(donor, max(index + 1 if beat.index > index else common, known_from))
@@ -145,7 +145,8 @@ class Patience:
         return True
 
     def answered(self) -> None:
-        """Stop counting the asked peer's seconds. The last question counts, less one pause between questions."""
+        """Add the time since the last question, less one pause between questions, to the asked peer's seconds. Then
+        stop counting."""
         self._charge(self._context.settings.timing.resend)
         self._asked = None
 

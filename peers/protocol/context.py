@@ -76,7 +76,7 @@ class Context:
         return effects
 
     def convict(self, faults: tuple[Fault, ...]) -> None:
-        """Warn the volunteer of each peer that these faults prove to lie."""
+        """Warn the volunteer about each peer whose lie one of these faults proves."""
         self.emit(*(Note("warning", f"{fault.peer} is proven to lie: {fault.kind}") for fault in faults))
 
     def number_of_work(self) -> int:

@@ -22,7 +22,7 @@ ROUNDING = 2.0
 
 @dataclass(frozen=True)
 class Contributions:
-    """The members' commitments, as a Begin has them, and the limits on the norms of contributions."""
+    """The members' commitments, as the leader's message Begin lists them, and the limits on contributions' norms."""
 
     chunks: int = 0
     commitments: Mapping[str, Contribution] = field(default_factory=dict)
@@ -54,8 +54,8 @@ class Contributions:
         return clipped(present, self.squares, self.clip) if self.squares else {}
 
     def longest(self, absent: frozenset[str] = frozenset()) -> float:
-        """Return the largest squared norm that all averages of one reducer may have together, because the norm of a
-        mean is at most the largest norm of a contribution. Contributions of `absent` members do not count."""
+        """Return the limit on the squared norm that all averages of one reducer have together. It follows from the
+        contributions of members that are not `absent`: a mean's norm is at most the largest norm among them."""
         if not self.squares:
             return math.inf
         if absent not in self._longest:

@@ -31,7 +31,7 @@ class Tick(Event):
 @dataclass(frozen=True)
 class HeartbeatsSeen(Event):
     """The newest heartbeat of each peer that this peer hears. `silences` are the seconds since each peer was last heard
-    (0 for a peer that is not in it). `unheard` are peers that this peer does not hear, but whose fresh heartbeats the
+    (0 for a peer without a value). `unheard` are peers that this peer does not hear, but whose fresh heartbeats the
     DHT or other peers have."""
 
     heartbeats: tuple[Heartbeat, ...]
@@ -47,7 +47,7 @@ class Received(Event):
 
 @dataclass(frozen=True)
 class Undelivered(Event):
-    """The failed delivery of a message, or of pushed data, to `peer`."""
+    """The failed delivery of a message to `peer`."""
 
     peer: str
 
@@ -94,8 +94,8 @@ class ContributionArrived(Event):
 
 @dataclass(frozen=True)
 class BadBlocks(Event):
-    """The arrival of wrong data, which the driver dropped: blocks of `sender`, or an average that `sender` signed if
-    `reduced` is true. `evidence` is a proof that other peers can check, if there is one."""
+    """The arrival of wrong data, which the driver dropped: blocks of `sender`, or, if `reduced` is true, an average
+    that `sender` signed. `evidence` is a proof that other peers can check, if there is one."""
 
     round_name: RoundName
     sender: str

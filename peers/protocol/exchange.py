@@ -123,8 +123,8 @@ class Exchange:
         return self._ask_for_blocks() + self._reduce(self._reducing.waiting)
 
     def tick(self, now: float, live: Collection[str]) -> list[Effect]:
-        """Return the effects that average the chunks that need not wait for blocks any longer, and that send data again
-        if it may be lost. `live` are the peers that this peer hears."""
+        """Return the effects that average each chunk whose wait for blocks is over. If it is time, also repeat data
+        that was reported unsent, and requests for missing data. `live` are the peers that this peer hears."""
         self._now, self._live = now, frozenset(live)
         effects = self._reduce(self._reducing.waiting)
         if self._outbox.is_time(now):
@@ -201,7 +201,8 @@ class Exchange:
         that the member averages."""
         if want.round != self.name or sender not in self.round.peers or sender == self.me:
             return []
-        mask = slice(-(-self.round.chunks // 8))  # a short set can name half a million chunks beyond the round's
+        # Cut both requested sets to the round's size: a small message can name half a million chunks beyond it.
+        mask = slice(-(-self.round.chunks // 8))
         asked = [chunk for chunk in chunks_in(want.averages[mask]) if chunk < self.round.chunks]
         missing = set(filter(self.wants_average, asked))
         for chunk in missing:
@@ -412,7 +413,7 @@ class Reducing:
         return self._givers - self._arrived[chunk]
 
     def begins(self, chunk: int, now: float, live: frozenset[str]) -> bool:
-        """Mark a chunk as being averaged, unless this peer must wait for blocks. Return True if it does so."""
+        """Mark a chunk as being averaged, unless this peer must wait for blocks. Return True if the chunk is marked."""
         if chunk not in self._times or chunk in self.under_way:
             return False
         gone, due = self._times[chunk]

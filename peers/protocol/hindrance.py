@@ -16,7 +16,7 @@ from peers.protocol.effects import Trouble
 from peers.protocol.replica import Replica, ReplicaState
 from peers.protocol.trainer import Trainer
 
-SHOWN_AFTER = 12.0  # seconds until a hindrance is shown: links come and go, and the first inner steps are slow
+SHOWN_AFTER = 12.0  # seconds that a hindrance must last to be shown, since links fail briefly and workers begin slowly
 TRAIN_AGAIN = 1800.0  # seconds until a peer that is too slow trains again; each try costs a lease
 IN_VAIN = 2
 """Consecutive leases without any work in an entry, after which the volunteer is warned."""

@@ -72,8 +72,8 @@ class Leader:
 
     # Messages of other peers ----------------------------------------------------------------------------------
     def on_lease_request(self, request: LeaseRequest, sender: str) -> None:
-        """Grant samples to a joiner if this peer leads. Also do so if the joiner granted this peer its lease: a peer
-        that asks for samples does not lead itself."""
+        """Grant samples to a joiner if this peer leads. Do so, too, if this peer got its own lease from the joiner,
+        because a peer that asks another one for samples is no leader."""
         self._seat.look()
         if self._seat.is_led_by_us or sender == self._seat.granted_by:
             self.readiness.ask_lease(sender, request, self._replica.state_digest)
@@ -140,8 +140,8 @@ class Leader:
             self._begin(ready)
 
     def _may_vote(self, ready: Mapping[str, Ready]) -> bool:
-        """Return True if the ready peers can make the entry. For two graces the peers that are not late (R7) must be
-        enough by themselves, because late peers may not get the payload in time to vote."""
+        """Return True if the ready peers can make the entry. Until twice the grace after the last of them became ready,
+        those that are not late (R7) must be enough, because late peers may get the payload too late to vote."""
         incarnations = _incarnations(ready)
         if not self._seat.attendance.is_enough(incarnations):
             return False
@@ -371,7 +371,7 @@ class Leader:
 
     def _do_without_signers(self, propose: Propose, ready: Mapping[str, Ready]) -> bool:
         """Withdraw the proposal if it has averages that this peer or too many members cannot get, or whose signers are
-        proven to lie. Others then average the chunks of these signers anew. Return True if it is withdrawn."""
+        proven to lie. Heirs then average the chunks of these signers anew. Return True if it is withdrawn."""
         exchange, begun, parts = self._seat.exchange, self._begun, self._parts
         if begun is None or parts is None or begun.round.name != propose.round:
             return False
@@ -389,8 +389,8 @@ class Leader:
         return bool(wrong)
 
     def _named_by_enough(self, named: Mapping[str, Iterable[str]]) -> set[str]:
-        """Choose peers to leave out, the most often named first, until enough ready peers for the entry name no further
-        peer. `named` maps each ready peer to the peers that it names."""
+        """Return peers to leave out: the most often named ones, as many as necessary so that the ready peers that name
+        no peer besides these can make the entry. `named` maps each ready peer to the peers that it names."""
         ready = {self._context.me: self._context.incarnation} | _incarnations(self.readiness.of(self._view))
         found = set[str]()
         while True:
@@ -473,8 +473,8 @@ class Leader:
         return None if is_foreign else heaviest
 
     def _gone(self, named: Iterable[str], group: Group) -> tuple[str, ...]:
-        """Return the voters that the entry calls gone: all except those in `named`, and those that this peer or too
-        many members hear. A minority's entry calls all voters gone that are not in `named`."""
+        """Return the voters that the entry calls gone: those that are not in `named`, and that neither this peer nor
+        too many members hear. A minority's entry calls all voters gone that are not in `named`."""
         log, timing = self._seat.log, self._context.settings.timing
         if not log.closes:
             return ()

@@ -83,8 +83,8 @@ class OwnWork:
         return self._committed[2]
 
     def is_taken_by(self, round: Round) -> bool:
-        """Return True if the round's roster has this peer's work as its Ready states it. On probation the roster may
-        have the tokens that count instead."""
+        """Return True if the round's roster has this peer's work as its Ready states it. If this peer is on probation,
+        the roster may instead state only the tokens that count."""
         if self.trained is None:
             return False
         mine = [member for member in round.roster if member.peer == self._context.me]

@@ -68,7 +68,7 @@ class Pace:
         lease's steps, rounded up to fill whole cycles, so that the peer does not idle. `own` are the steps that fit
         into one cycle."""
         sure = (1 - LATE_SHARE) * own
-        # Checked before the division, whose quotient may be infinite, since other peers may claim any speed.
+        # This check comes before the division: other peers may claim any speed, so the quotient may be infinite.
         if self.least_steps > (1 + self.staleness) * sure:
             return min(self.inner_steps, self.least_steps)
         return min(self.inner_steps, int(math.ceil(self.least_steps / sure) * sure))
@@ -88,9 +88,9 @@ class Pace:
         return self.steps(speed, self._fastest(speed, others)) if speed else self.inner_steps
 
     def steps_of_grant(self, steps: int, speed: float, others: Collection[float]) -> int:
-        """Return the number of inner steps that a peer makes of the `steps` in a grant; samples beyond that stay in the
-        pool. In an asynchronous run the number is in proportion to the peer's speed, compared with the fastest
-        peer's."""
+        """Return the number of inner steps that a peer makes of the `steps` in a grant; the grant's other samples
+        stay in the log's pool of samples. In an asynchronous run the number is proportional to the peer's speed as a
+        share of the fastest peer's."""
         fastest = self._fastest(speed, others)
         if self.contributions is None or not speed or speed >= fastest:
             return min(steps, self.steps_beside(speed, others))

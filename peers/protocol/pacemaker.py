@@ -21,7 +21,7 @@ LONGEST = 5.0
 
 
 def death(timing: Timing) -> float:
-    """Return the death time in seconds: so long after a peer's death, all other peers know of it."""
+    """Return the death time in seconds: the longest time after a peer's death until all others know of it."""
     return timing.heartbeat_expiry + 2 * timing.heartbeat
 
 
@@ -100,8 +100,8 @@ class Pacemaker:
         self.reached = max(self.reached, self.view)
 
     def begun(self, seconds: float) -> None:
-        """Record that this view's leader has begun an exchange with a time limit of so many seconds; 0 if the leader
-        has proposed without an exchange. The first such call in a view restarts the timer (R2)."""
+        """Record that this view's leader has begun an exchange with a time limit of `seconds`, or has proposed (then
+        `seconds` is 0). The first call in a view restarts the timer (R2)."""
         if self.view not in self._begun:
             self._begun[self.view] = seconds
             self._spent[self.view] = 0.0

@@ -170,7 +170,7 @@ class Peer:
             case ReachSeen(reach, rates, sought):
                 if self.presence.reachability.observe(reach, rates, sought):
                     cycle.look_for_hindrance()
-            case AverageRefuted(name, reducer, chunk):  # only warns the volunteer, since other peers cannot check it
+            case AverageRefuted(name, reducer, chunk):  # only a warning, since other peers cannot check the average
                 self._context.emit(Note("warning", f"{reducer} averaged chunk {chunk} of {name} wrongly"))
             case RateMeasured(rate):
                 self.presence.rate = rate or self.presence.rate

@@ -234,7 +234,7 @@ def credible_rates(claimed: Mapping[str, int], seen: Mapping[str, Mapping[str, i
     for peer, rate in claimed.items():
         others = len(claimed) - 1
         witnesses = len(speaking) - (peer in speaking)
-        share = max(1.0, others / SEEN_LIMIT)  # in a large swarm each member reports the rates of some others only
+        share = max(1.0, others / SEEN_LIMIT)  # scales the sums up, since a member reports at most SEEN_LIMIT rates
         cap = SLACK * share * sums[peer] if sums[peer] and 2 * witnesses >= others else float("inf")
         credible[peer] = float(min(rate or slowest, max(cap, slowest)))
     return credible
@@ -271,8 +271,8 @@ def foreseen(
     thin: Mapping[str, float] = NONE_THIN,
 ) -> list[float]:
     """Return the seconds for which each member's link is expected to be busy in an exchange; 0 if its rate is unknown.
-    `size` is the payload's size in bytes. `thin` maps members with a thinner format to the share of it that they
-    send."""
+    `size` is the payload's size in bytes. `thin` maps members with a thinner format to the share of `size` that
+    they send."""
     whole = max(sum(chunks.values()), 1)
     moved = {peer: payloads_moved(len(members), chunks.get(peer, 0) / whole) for peer in members}
     busy = {peer: max(moved[peer], LEAST_PAYLOADS) + thin.get(peer, 1.0) - 1.0 for peer in members}

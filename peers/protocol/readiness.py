@@ -76,8 +76,8 @@ class Readiness:
         return min(free, key=self._given.__contains__, default=None)
 
     def entry_made(self, header: Header) -> None:
-        """Remember the joiners for which this leader waited and which did not use their grants. It does not wait for
-        them again during a term (R7)."""
+        """Remember the joiners for which this leader waited and which did not use their grants. The leader does not
+        wait for them again during the next TERM entries (R7)."""
         unused = self._granted.keys() & self.awaited.in_vain - {*header.peers, *self._log.leases}
         self._context.experience.unawaited.note(sorted(unused), header.index)
 
@@ -221,7 +221,7 @@ class Readiness:
 
     def is_full(self, view: int) -> bool:
         """Return True if all peers that the leader waited for at its last Tick are ready."""
-        count = len(self._ready)  # cheap first test: most Readys arrive before half of a large swarm is ready
+        count = len(self._ready)  # a cheap first test, because the leader calls this at each new Ready
         if count < self.awaited.fewest or 2 * count < len(self._log.voters):
             return False
         return self.awaited.are_all_in(self.of(view).keys())

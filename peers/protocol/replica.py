@@ -186,7 +186,7 @@ class Replica(StateMachine):
         before = self.claimant, self.furthest
         self._presence.branches.gave_nothing(failed.donor)
         after = self.claimant, self.furthest
-        if after.count(None) > before.count(None):  # without this donor, this peer could catch up with no peer
+        if after.count(None) > before.count(None):  # no other donor is left from which to catch up
             self._presence.branches.ask_again(failed.donor)
         self._context.emit(Note("info", f"{failed.donor} gave no state: {failed.reason}"))
         self._enter(LEVEL)
@@ -199,8 +199,8 @@ class Replica(StateMachine):
 
     @property
     def furthest(self) -> str | None:
-        """The first peer that claims to be ahead or on another branch, at a place no further back than this peer's log
-        remembers; None if there is none."""
+        """The peer that claims to be furthest ahead, or on another branch, among those whose index this peer's log
+        still remembers or has not reached; None if there is none."""
         return self._presence.branches.furthest(self.log, self.lineage, self.contradiction is not None)
 
     @property

@@ -180,7 +180,7 @@ class EntryRound(StateMachine):
 
     @property
     def is_fresh(self) -> bool:
-        """True if this peer may continue its round as a new leader: one leader alone, another peer, has led it."""
+        """True if this peer may continue its round as a new leader: another peer has led it, in only one view."""
         is_ours = self.exchange is not None and self.exchange.name.leader == self._context.me
         return len(self._notes.views) == 1 and not is_ours
 
@@ -540,7 +540,8 @@ class EntryRound(StateMachine):
         the header, and no peer has had the payload for the partition grace, give up this peer's vote."""
         context, notes, justify = self._context, self._notes, propose.justify
         assert justify is not None
-        is_foreign = justify.choice.alone and not propose.group  # else one peer could fill this disk with payloads (R5)
+        # In a quorum's ballot, do not fetch a minority's payload: one peer can be a minority, and fill this disk (R5).
+        is_foreign = justify.choice.alone and not propose.group
         if is_foreign or not self.voter.place.is_prepared(propose.header, justify):
             return Refusal.NO_PAYLOAD
         timing, lock, payload = context.settings.timing, self.voter.lock, propose.header.payload
@@ -624,7 +625,8 @@ class EntryRound(StateMachine):
             self._context.emit(Dropped(sender, "certificate", "it is no valid prepare certificate of this header"))
 
     def _is_certified(self, certified: Certified, sender: str) -> None:
-        """Forward the header's certificate. Give vote 2 if it is a prepare certificate; otherwise take the entry."""
+        """Forward the header's certificate. Give vote 2 if it is a prepare certificate; otherwise treat the
+        header as committed."""
         if self.state is DECIDED:
             return
         context, choice = self._context, choice_of(certified)
@@ -646,8 +648,8 @@ class EntryRound(StateMachine):
             self._is_certified(known, context.me)
 
     def _is_committed(self, certified: Certified, sender: str) -> None:
-        """Take a committed entry if this peer has its payload. Otherwise wait for the payload if the exchange can still
-        get it; if not, have the entry replayed."""
+        """Append a committed entry to the log if this peer has the payload. Otherwise wait for the payload if the
+        exchange can still get it; if not, have the entry replayed."""
         header, notes = certified.header, self._notes
         assert certified.certificate is not None
         is_ours = self.voter.has_committed(certified.certificate.choice)
@@ -663,8 +665,8 @@ class EntryRound(StateMachine):
             self._host.others_made(certified, sender, self)
 
     def _await_payload(self, _: Tick | None = None) -> None:
-        """Take the committed entry once the exchange has its payload. If no chunk arrives for a while, or the payload
-        is incomplete after the death time, have the entry replayed with a fetched payload."""
+        """Append the committed entry to the log once the exchange has the payload. If no chunk arrives for a while, or
+        the payload is incomplete after the death time, have the entry replayed with a fetched payload."""
         notes, context = self._notes, self._context
         if notes.decided is None:
             return

@@ -55,7 +55,7 @@ class StepCycle:
         self.keeps_work = False
         self._context = context
         self._answers = Answers(context)
-        self._certified: list[Position] = []  # positions of this cycle with a certified entry, until all have one
+        self._certified: list[Position] = []  # positions of this cycle's certified entries; emptied at its end
         self.rounds: dict[int, EntryRound] = {}
         self._open_rounds()
         self._leave_by: float | None = None
@@ -144,7 +144,7 @@ class StepCycle:
             self.trainer.take(WorkEnds(log.position, header))
         self.trainer.captures.entry_made(header, self._context.me)
         self.replica.take(EntryMade(header, certificate, keeps))
-        if not self.replica.log.made:  # not earlier, because only whole cycles are on the disk (R11)
+        if not self.replica.log.made:  # positions are closed only now, since only whole cycles are on the disk (R11)
             for position in self._certified:
                 self._context.votes.close(position)
             self._certified.clear()
@@ -273,7 +273,8 @@ class StepCycle:
         self._fetch(far)
 
     def on_elsewhere(self, sender: str) -> None:
-        """Fetch the log of a peer that claims to be ahead but, perhaps on another branch, cannot answer an Inquire."""
+        """Fetch the log of a peer that claims to be ahead but did not have the entry for which this peer asked: the
+        two may be on different branches."""
         if self._is_level and self.replica.claimant == sender:
             self.search.weigh(sender)
 
@@ -384,8 +385,8 @@ class StepCycle:
 
     def answer_elsewhere(self, sender: str, message: Message | Unread) -> None:
         """If a message is about a position that this peer has passed, answer with the entry made there. If this peer
-        lacks that entry, answer an Inquire with its own position. Answer a repeated question once in half a resend
-        pause."""
+        lacks that entry, answer an Inquire with its own position. Answer the same question at most once in
+        half of the pause between repeated messages."""
         if not self._answers.is_due(sender, message.position):
             return
         followed = self.replica.lineage.after(message.position)

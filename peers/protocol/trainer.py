@@ -188,8 +188,8 @@ class Captures:
         return fragment in self._trained and not self._goes_on(fragment)
 
     def entry_made(self, entry: Header, me: str) -> None:
-        """Drop the capture of the entry's fragment if the entry counts its tokens. If it counts only a part of them,
-        the rest is lost, because nothing may count twice."""
+        """Drop the capture of the entry's fragment if the entry counts tokens of this peer, even if only a part of
+        them, because nothing may count twice. Also drop it if the worker will capture the fragment again."""
         fragment = entry.fragment
         (self._made if entry.payload == NO_PAYLOAD else self._changed).add(fragment)
         if fragment in self._trained and (entry.tokens_of(me) or self._goes_on(fragment)):
@@ -205,7 +205,7 @@ class WorkerWatch:
 
     def __init__(self, patience: float) -> None:
         self._patience = patience
-        self._silence = 0.0  # seconds without progress in the trainings that were stopped last
+        self._silence = 0.0  # seconds without progress in the trainings stopped since the last progress
         self._since: float | None = None  # time of the last progress in the present training; None between trainings
         self._pause = 0.0  # longest pause in the present training, in seconds
         self._longest: float | None = None  # longest pause in finished trainings, in seconds

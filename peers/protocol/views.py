@@ -55,7 +55,7 @@ class Views:
         named = named_by_quorum(views, lambda peers: attendance.moves_on({peer: incarnations[peer] for peer in peers}))
         ready = attendance.ready() if is_taking_part else {}
         if self._log.last is None and not work.is_under_way:
-            ready = incarnations  # before the first entry, peers also replace a leader that grants no samples
+            ready = incarnations  # counted as ready, so that the timer runs for a leader that grants no samples
         reached = {peer: incarnation for peer, incarnation in ready.items() if views.get(peer, 0) >= pacemaker.view}
         is_running = bool(ready) and attendance.moves_on(reached)
         turns = len(self._log.ring) if self._is_log_led else 1
@@ -63,7 +63,8 @@ class Views:
 
     @property
     def _is_log_led(self) -> bool:
-        """True if the log determines the leader: there is an entry, and a peer of the ring can lead (R13)."""
+        """True if the log determines the leader (R13): there is an entry, and at least one peer of its ring, the peers
+        that lead in turn, can lead."""
         return any(self._is_there(peer) for peer in self._log.ring)
 
     def leader_of(self, view: int) -> str | None:

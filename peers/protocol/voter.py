@@ -146,8 +146,8 @@ class Voter:
             del self._proposed[next(iter(self._proposed))]
 
     def recount(self, choice: Choice) -> list[Certified]:
-        """Return the header with each certificate, of phase 1 or 2, for which enough votes have arrived, perhaps before
-        the header. `choice` is the header's choice of phase 1."""
+        """Return the header of `choice` (of phase 1) with each of its certificates, prepare or commit, for which enough
+        votes have arrived. Votes may arrive before the header."""
         found = [self._certified(choice), self._certified(commit_of(choice))]
         return [certified for certified in found if certified]
 
