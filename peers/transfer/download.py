@@ -32,7 +32,7 @@ MOST = LONGEST  # seconds after which a request to a donor is given up
 # seconds without a range after which a donor loses its place; also the seconds expected for a new donor's first range
 SILENT = 10.0
 RANGES = 4  # ranges requested from a donor at once, enough for a link of 1 Gbit/s and 40 ms (a range has up to 8 MiB)
-# requests of one peer answered at once: one more than RANGES, since this peer may see late that a request was cancelled
+# maximum requests from one peer that this peer answers at the same time: RANGES, and one that was cancelled just now
 PULLS = RANGES + 1
 LOOK = 1.0  # seconds between two checks for silent donors
 
@@ -199,8 +199,8 @@ class Download:
             worker.result()  # raises the worker's error, if any, which no donor has caused
 
     def _has_place_for(self, donor: str, begun: Sequence[str]) -> bool:
-        """Return True if fewer donors are at work than the places that PLACES gives to this donor's reach. As many
-        silent donors as there are places do not count as at work; further silent ones do."""
+        """Return True if fewer donors are at work than PLACES allows for this donor's reach. Silent donors are not
+        counted, up to that same number."""
         places, at_work = PLACES[self._transport.reach_of(donor)], set(self._workers.values())
         silent = sum(self._now() - self._gave_at[donor] > SILENT for donor in at_work)
         return len(at_work) + len(begun) - min(silent, places) < places
