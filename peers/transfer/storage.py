@@ -104,8 +104,8 @@ class FolderStorage(Storage):
         self._available_memory = available_memory
 
     def snapshot(self, size: int) -> MemoryFile:
-        """Return memory for a state of `size` bytes: over 64 MiB in a file of the folder, otherwise outside it. If the
-        disk has no room, it is outside it, too. Raises: OSError if then less than twice the size is free."""
+        """Return memory for a frozen state: for one over 64 MiB a file in the folder, if the disk has room; otherwise RAM.
+        Raises: OSError when the disk has no room, and less than `2 * size` bytes of RAM are free."""
         if size > IN_MEMORY:
             try:
                 return MemoryFile.on_disk(size, self._folder)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
-UNSEEN_SECONDS = 1.0  # seconds after a failed task's end in which a caller should retrieve its exception
+UNSEEN_SECONDS = 1.0  # seconds from a task's failure until its exception is logged, unless a caller has retrieved it
 PARTIAL = ".partial"
 """The suffix of a file's name while it is written. A killed process leaves the file behind."""
 

@@ -31,7 +31,7 @@ OnCaptured: TypeAlias = Callable[[int], Awaitable[None]]
 
 
 async def captures_nothing(fragment: int) -> None:
-    """Do nothing; the default for `on_captured`: with one fragment no values are stored before training ends."""
+    """Do nothing. It is the default of `on_captured`, since with one fragment no values are stored during training."""
 
 
 @dataclass(frozen=True)
