@@ -377,7 +377,7 @@ class Chain:
 
     def stretch(self, first: int, last: int, is_whole: bool) -> Stretch:
         """Return as many of the chain's cycles [first, last) as a stretch may have; none if the chain does not have
-        `first`. The first one is in full headers if `is_whole`, or if this chain does not know the log before."""
+        `first`. The first one is in full headers if the reader (`is_whole`) or this chain knows no log before."""
         entries = self.cycles(first, min(last, first + max(1, STRETCH_LIMIT // self.fragments)))
         if not entries or entries[0].index != first:
             return Stretch()

@@ -109,8 +109,8 @@ class Lineage:
         return tuple(self._heads)
 
     def move(self, log: LogState, theirs: Sequence[bytes], doubt: LogState | None = None) -> tuple[Header, ...]:
-        """Replace this lineage by another one, in which the peer begins at a snapshot, at the end of `log`. `theirs` are
-        the newest heads of that lineage, and `doubt` is its newest place from which a minority went on alone.
+        """Replace this lineage by another one, in which the peer begins at a snapshot, at the end of `log`.
+        `theirs` are that lineage's newest heads. `doubt` is its newest place from which a minority went on alone.
 
         Return the entries that this peer gives up: its own, of cycles that are not among `theirs`. Older entries than
         `theirs` reaches may be in both lineages.

@@ -417,7 +417,7 @@ class LogState:
 
     def at(self, header: Header | None, ends: tuple[bytes, ...] = ()) -> LogState:
         """Return the log after the cycle that `header` closes. The header is not checked: other peers vouch for the
-        snapshot that it is from. `ends` are the digests of the cycle's entries; not needed if the cycle has one entry."""
+        snapshot that it is from. `ends` are the digests of the cycle's entries; optional if the cycle has one entry."""
         return replace(
             self, last=header, ends=ends or ((header.digest,) if header else ()), made=(), state=UNKNOWN_STATE
         )

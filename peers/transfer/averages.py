@@ -274,7 +274,7 @@ async def ask_for_contributions(
     transport: PullTransport, run: str, me: str, own: PayloadBuffers, peers: Mapping[str, int], chunk: int
 ) -> list[tuple[ChunkProof, Blocks] | None]:
     """Ask each of `peers`, a mapping from peer to format, for a chunk of its contribution. Return the blocks with their
-    proofs, in the order of `peers`, None for a peer that sends none. This peer's (`me`) are read from `own`."""
+    proofs, in the order of `peers`, None for a peer that sends none. `own` has those of this peer, `me`."""
     request = pack(ContributionRequest(run=run, fragment=own.fragment, chunk=chunk))
 
     async def ask(peer: str) -> tuple[ChunkProof, Blocks] | None:

@@ -81,7 +81,7 @@ class _DonorPace:
         self._seconds_per_byte: dict[str, float] = {}
 
     def answered(self, request: _Request, now: float) -> None:
-        """Record that a donor has sent a range. In the pace it counts as much as all earlier ranges together."""
+        """Record that a donor has sent a range. In the donor's pace this range counts as much as all earlier ones."""
         latest = (now - request.at) / max(1, request.size)
         self._seconds_per_byte[request.donor] = (self._seconds_per_byte.get(request.donor, latest) + latest) / 2
 
@@ -199,8 +199,8 @@ class Download:
             worker.result()  # raises the worker's error, if any, which no donor has caused
 
     def _has_place_for(self, donor: str, begun: Sequence[str]) -> bool:
-        """Return True if fewer donors are at work than PLACES allows for this donor's reach. Silent donors are not
-        counted, up to that same number."""
+        """Return True if fewer donors are at work than the number in PLACES for this donor's reach, without counting
+        silent donors (but at most that number of silent ones are left out)."""
         places, at_work = PLACES[self._transport.reach_of(donor)], set(self._workers.values())
         silent = sum(self._now() - self._gave_at[donor] > SILENT for donor in at_work)
         return len(at_work) + len(begun) - min(silent, places) < places
@@ -274,7 +274,7 @@ class Download:
         self.fetched[donor] += stop - start
         self._gave_at[donor] = self._now()
         for pull in self._asked.pop(wanted):
-            pull.cancel()  # cancel the other donors' pulls; this donor's is done
+            pull.cancel()  # cancel the requests for this range to other donors; the one to this donor is done
 
     def _wrong_chunks(self) -> list[int]:
         digests = self._wanted.digests

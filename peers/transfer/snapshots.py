@@ -124,7 +124,7 @@ class Snapshot:
                 self.used_at = time.monotonic()
 
     def let_go(self) -> None:
-        """Cancel all pulls of the snapshot, since each of them keeps the snapshot's memory in use."""
+        """Stop sending the snapshot to joiners, since each transfer keeps the snapshot's memory in use."""
         for pull in self._pulls:
             pull.reschedule(asyncio.get_running_loop().time())
 

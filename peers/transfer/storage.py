@@ -104,7 +104,7 @@ class FolderStorage(Storage):
         self._available_memory = available_memory
 
     def snapshot(self, size: int) -> MemoryFile:
-        """Return memory for a frozen state: for one over 64 MiB a file in the folder, if the disk has room; otherwise RAM.
+        """Return memory for a frozen state: a file in the folder if it is over 64 MiB and the disk has room, else RAM.
         Raises: OSError when the disk has no room, and less than `2 * size` bytes of RAM are free."""
         if size > IN_MEMORY:
             try:

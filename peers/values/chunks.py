@@ -82,7 +82,7 @@ def digest_of_chunks(digests: Iterable[bytes]) -> bytes:
 
 
 def parts_of(shares: Sequence[int]) -> list[range]:
-    """Return the range of chunks of each part. `shares` has the number of chunks in each part."""
+    """Return the range of chunks that each reducer averages. `shares` has the number of chunks of each reducer."""
     return [range(start, stop) for start, stop in pairwise(accumulate(shares, initial=0))]
 
 

@@ -111,8 +111,8 @@ def temporary_folder(base: Path, prefix: str) -> Iterator[Path]:
 
 @contextmanager
 def _held(folder: Path) -> Iterator[bool]:
-    """Lock a folder for the context, unless a living process holds the lock; the kernel releases locks of dead
-    processes. Yield True if the folder is locked. Raises: OSError."""
+    """Lock a folder for the context, and yield True. If a living process has locked it, yield False; locks of dead
+    processes do not count, since the kernel releases them. Raises: OSError."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         try:

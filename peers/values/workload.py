@@ -37,7 +37,7 @@ async def captures_nothing(fragment: int) -> None:
 @dataclass(frozen=True)
 class InnerLoop:
     """One peer's training for one outer step: at most `steps` inner steps on a lease's samples, in order, from theta
-    after `index` entries.
+    after `index` outer steps.
 
     `tokens` is the number of tokens trained before in the log's lineage. `amendments` are all in the log so far; the
     last one is in force in the outer step, even for work that is finished late.
