@@ -272,7 +272,8 @@ class Chain:
         self.end = empty_log
         """The log after the last entry."""
         self.empty_log = empty_log
-        self._frames: dict[int, tuple[bytes, tuple[bytes, ...]]] = {}  # packed closing header and `ends`, by cycle
+        # packed closing header and digests of all entries of every FRAMES-th cycle, by the cycle's index
+        self._frames: dict[int, tuple[bytes, tuple[bytes, ...]]] = {}
 
     def __len__(self) -> int:
         """Return the number of whole cycles in this chain."""
@@ -337,7 +338,7 @@ class Chain:
         return known != (self.entries[place], self.entries[closing])
 
     def cut(self, index: int) -> None:
-        """Remove the cycles with this index and later ones."""
+        """Remove the cycle with this index and all later cycles."""
         self.end = self.after(index - 1) or self.empty_log
         del self.entries[max(0, index - self.first) * self.fragments :]
         self._frames = {place: frame for place, frame in self._frames.items() if place < index}
@@ -359,7 +360,8 @@ class Chain:
         first, last = max(first, self.first), min(last, self.next_index)
         if first >= last:
             return
-        start = first if self.fragments == 1 else first - 1  # `_frames` has logs only after whole cycles
+        # with several fragments, begin before cycle `first`, because `_frames` has no logs within a cycle
+        start = first if self.fragments == 1 else first - 1
         start -= start % FRAMES
         log = self.empty_log
         if start in self._frames:
@@ -375,7 +377,7 @@ class Chain:
 
     def stretch(self, first: int, last: int, is_whole: bool) -> Stretch:
         """Return as many of the chain's cycles [first, last) as a stretch may have; none if the chain does not have
-        `first`. The first cycle is in headers if the reader (`is_whole`) or this chain lacks the log before it."""
+        `first`. The first one is in full headers if the reader (`is_whole`) or this chain knows no log before."""
         entries = self.cycles(first, min(last, first + max(1, STRETCH_LIMIT // self.fragments)))
         if not entries or entries[0].index != first:
             return Stretch()

@@ -254,8 +254,8 @@ class RunLog:
             yield entry, log
 
     def lineage(self, end: LogState) -> Lineage:
-        """Make the lineage of a peer whose log ends at `end` from this log's entries, and return it. All certificates
-        are read, because a minority's entry may be old."""
+        """Return the lineage of a peer whose log ends at `end`, made from this log's entries. Read all certificates, to
+        find the last entry that a minority made, however old it is."""
         lineage = Lineage(self.empty_log if self.first == 0 else end)
         for index, log in self._chain.states(self.first, end.position.index):
             header = newest(log)
@@ -352,7 +352,7 @@ class RunLog:
             if is_known:
                 return
             self._made.clear()
-        # even if the chain has this entry: lineages may split within a cycle
+        # store the entry even if the chain has it: another branch may have it, too, and differ in a later fragment
         self._made[header.fragment] = entry, header
         if len(self._made) == self._chain.fragments:
             made, self._made = [self._made[fragment] for fragment in sorted(self._made)], {}

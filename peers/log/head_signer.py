@@ -35,7 +35,7 @@ class CannotSignError(LogError):
 
 
 class HeadSigner:
-    """The archive of one run on this machine, which signs heads of the run's log. Not thread-safe."""
+    """The signer of heads of one run's log, for the archive on this machine. Not thread-safe."""
 
     def __init__(self, run: str, me: str, keys: Keys, folder: Path) -> None:
         """Create a signer with the archive's last signed head, read from `folder`. Raises: SignedFileError when that
@@ -69,7 +69,8 @@ class HeadSigner:
         elif other is None:
             return None
         signed = SignedHead.sign(self._run, wanted, log.heads_at([wanted])[wanted], self._me, self._keys)
-        if self.last is None or signed.index > self.last.index:  # store only the newest head, which implies the others
+        # store only the head with the highest index, because each head depends on all earlier entries
+        if self.last is None or signed.index > self.last.index:
             self._write(signed)
             self.last = signed
         return signed
@@ -88,7 +89,7 @@ class HeadSigner:
             return
         if (other := known.contradiction(heads)) is not None:
             raise CannotSignError(f"the archive {other.archive} has signed another outer step {other.index}")
-        # the log may not contain the newest signed head, because it may be of another lineage
+        # a log that ends before the newest signed head may be on another branch than that head
         if (newest := known.newest) is not None and newest.index > log.next_index:
             raise CannotSignError(f"it ends before outer step {newest.index}, which {newest.archive} has signed")
 

@@ -165,7 +165,7 @@ class Header(Value):
 
     @property
     def amendment(self) -> Amendment | None:
-        """The amendment in force from the next cycle on; None if there is none, also if the entry closes no cycle."""
+        """The amendment in force from the next cycle on; None without one, and in an entry that closes no cycle."""
         return self.amendments[-1].amendment if self.amendments else None
 
     def tokens_of(self, peer: str) -> int:
@@ -186,7 +186,7 @@ class Position(Value):
     fragment: Count = 0
 
     def __hash__(self) -> int:
-        """Hash the three fields directly, which is faster: messages and attempts are often looked up by position."""
+        """Hash the three fields directly, which is faster than pydantic's way, since positions are often looked up."""
         return hash((self.index, self.head, self.fragment))
 
     def __str__(self) -> str:

@@ -109,8 +109,8 @@ class Lineage:
         return tuple(self._heads)
 
     def move(self, log: LogState, theirs: Sequence[bytes], doubt: LogState | None = None) -> tuple[Header, ...]:
-        """Replace this lineage by another one, which has a snapshot at the end of `log` and whose newest heads are
-        `theirs`. `doubt` is the newest place of that lineage from which a minority went on alone.
+        """Replace this lineage by another one, in which the peer begins at a snapshot, at the end of `log`.
+        `theirs` are that lineage's newest heads. `doubt` is its newest place from which a minority went on alone.
 
         Return the entries that this peer gives up: its own, of cycles that are not among `theirs`. Older entries than
         `theirs` reaches may be in both lineages.
@@ -242,7 +242,7 @@ class Branch:
 
 
 class Walk:
-    """The checker of a branch, entry by entry, with the signatures of each entry."""
+    """The checker of a branch: it checks one entry after another, and the signatures in the entry's certificate."""
 
     def __init__(self, start: LogState, verify: Verify) -> None:
         self.end = self._start = self.whole = start

@@ -307,7 +307,7 @@ class LogState:
         return tuple(_grants(self.pool, self.samples_per_lease).values())
 
     def lease_of(self, peer: str, samples: Lease) -> Lease:
-        """Return the peer's lease, or else the grant, whose first samples are `samples`.
+        """Return the lease of a peer, or for a peer without a lease the grant, that begins with `samples`.
 
         Raises:
             LogError: they begin neither its lease nor a grant. Scattered samples would cost all peers, for ever.
@@ -339,7 +339,7 @@ class LogState:
         if member.samples and not self.closes:
             raise LogError(f"{member.peer}: only the entry that closes a cycle names trained samples")
         count = sample_count(member.samples)
-        if not self.closes:  # the entry names no samples, so the limit is the lease, or a whole grant
+        if not self.closes:  # the entry names no samples, so the tokens are at most those of the lease, or of a grant
             lease = self.leases.get(member.peer)
             count = self.samples_per_lease if lease is None else sample_count(lease)
         tokens = count * self.tokens_per_sample
@@ -363,8 +363,8 @@ class LogState:
         return tuple(kept[:MEMBER_LIMIT])
 
     def pool_after(self, roster: Sequence[Member], faults: Sequence[Fault] = ()) -> SamplePool:
-        """Return the sample pool after `roster` has trained its samples. Leased samples that were not trained return to
-        the pool, except leases that are kept (`carried`); so do samples that peers must train again (`has_trained`).
+        """Return the sample pool after `roster` has trained its samples. All leased samples return to the pool, except
+        trained ones that count (`has_trained`), and those of leases that are kept (`carried`).
 
         Raises:
             LogError: a member trained samples that are not its own, or states more tokens than they have.
@@ -416,8 +416,8 @@ class LogState:
             raise LogError(f"it is the entry of fragment {header.fragment}, not of {self.fragment}")
 
     def at(self, header: Header | None, ends: tuple[bytes, ...] = ()) -> LogState:
-        """Return the log after the cycle that `header` closes, unchecked, because other peers vouch for a snapshot
-        there. `ends` are the digests of the cycle's entries; they may be omitted if the cycle has one entry."""
+        """Return the log after the cycle that `header` closes. The header is not checked: other peers vouch for the
+        snapshot that it is from. `ends` are the digests of the cycle's entries; optional if the cycle has one entry."""
         return replace(
             self, last=header, ends=ends or ((header.digest,) if header else ()), made=(), state=UNKNOWN_STATE
         )

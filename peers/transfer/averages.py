@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from peers.protocol.peer import Peer
 
 CONTRIBUTION = "contribution"
-READERS = 4  # maximum number of chunks of contributions sent at once
-TIMEOUT = 60.0  # seconds to fetch one chunk of a contribution; long, because chunks of rounds are sent first
+READERS = 4  # maximum number of peers to which this peer sends chunks of its contributions at the same time
+TIMEOUT = 60.0  # maximum seconds to fetch a chunk for a spot check; its sender sends chunks of open rounds first
 
 
 # Arriving chunks ------------------------------------------------------------------------------------------------------
@@ -74,8 +74,8 @@ class Admitted(NamedTuple):
 
 
 class Admission:
-    """The checker of the chunks that arrive at one peer. It stores chunks that a round waits for in the round's
-    buffers.
+    """The checker of the chunks that arrive at one peer. It stores, in the buffers of a round, the chunks
+    that the round waits for.
 
     Any other chunk is not stored, and its sender learns whether to send it again. A wrong chunk is its sender's fault:
     it raises RemoteProtocolError if no honest peer would have announced it, else it gives BadBlocks. The protocol gets
@@ -250,7 +250,7 @@ class ContributionRequest(Value):
 async def serve_contributions(
     transport: PullTransport, run: str, buffers: Sequence[PayloadBuffers], is_member: Callable[[int, str], bool]
 ) -> None:
-    """Begin to answer requests by members of a fragment's last round for chunks of this peer's contribution to it."""
+    """Begin to send chunks of this peer's last contribution to a fragment, on request, to members of its last round."""
     places = Places(READERS, 1)
 
     @asynccontextmanager
@@ -273,8 +273,8 @@ async def serve_contributions(
 async def ask_for_contributions(
     transport: PullTransport, run: str, me: str, own: PayloadBuffers, peers: Mapping[str, int], chunk: int
 ) -> list[tuple[ChunkProof, Blocks] | None]:
-    """Ask all of `peers`, given the format of each, for a chunk of their contributions. Return their proofs and blocks
-    in order, None for a peer that sends none. Blocks of this peer, `me`, are read from `own`."""
+    """Ask each of `peers`, a mapping from peer to format, for a chunk of its contribution. Return the blocks with their
+    proofs, in the order of `peers`, None for a peer that sends none. `own` has those of this peer, `me`."""
     request = pack(ContributionRequest(run=run, fragment=own.fragment, chunk=chunk))
 
     async def ask(peer: str) -> tuple[ChunkProof, Blocks] | None:

@@ -104,7 +104,7 @@ class PayloadBuffers:
 
     def room_for_fetch(self) -> memoryview:
         """Return memory for a payload that this peer will fetch. If a round is open, the memory is filled
-        with its averages, so that correct chunks need not be fetched."""
+        with the round's averages, so that correct chunks need not be fetched."""
         room = self.room_for_payload()
         if self._round is not None:
             room[:] = self._round.average

@@ -32,7 +32,7 @@ MOST = LONGEST  # seconds after which a request to a donor is given up
 # seconds without a range after which a donor loses its place; also the seconds expected for a new donor's first range
 SILENT = 10.0
 RANGES = 4  # ranges requested from a donor at once, enough for a link of 1 Gbit/s and 40 ms (a range has up to 8 MiB)
-# requests of one peer answered at once: one more than RANGES, since this peer may see late that a request was cancelled
+# maximum requests from one peer that this peer answers at the same time: RANGES, and one that was cancelled just now
 PULLS = RANGES + 1
 LOOK = 1.0  # seconds between two checks for silent donors
 
@@ -81,7 +81,7 @@ class _DonorPace:
         self._seconds_per_byte: dict[str, float] = {}
 
     def answered(self, request: _Request, now: float) -> None:
-        """Record that a donor has sent a range. In the pace it counts as much as all earlier ranges together."""
+        """Record that a donor has sent a range. In the donor's pace this range counts as much as all earlier ones."""
         latest = (now - request.at) / max(1, request.size)
         self._seconds_per_byte[request.donor] = (self._seconds_per_byte.get(request.donor, latest) + latest) / 2
 
@@ -199,8 +199,8 @@ class Download:
             worker.result()  # raises the worker's error, if any, which no donor has caused
 
     def _has_place_for(self, donor: str, begun: Sequence[str]) -> bool:
-        """Return True if fewer donors are at work than the places that PLACES gives to this donor's reach. As many
-        silent donors as there are places do not count as at work; further silent ones do."""
+        """Return True if fewer donors are at work than the number in PLACES for this donor's reach, without counting
+        silent donors (but at most that number of silent ones are left out)."""
         places, at_work = PLACES[self._transport.reach_of(donor)], set(self._workers.values())
         silent = sum(self._now() - self._gave_at[donor] > SILENT for donor in at_work)
         return len(at_work) + len(begun) - min(silent, places) < places
@@ -274,7 +274,7 @@ class Download:
         self.fetched[donor] += stop - start
         self._gave_at[donor] = self._now()
         for pull in self._asked.pop(wanted):
-            pull.cancel()  # cancel the other donors' pulls; this donor's is done
+            pull.cancel()  # cancel the requests for this range to other donors; the one to this donor is done
 
     def _wrong_chunks(self) -> list[int]:
         digests = self._wanted.digests

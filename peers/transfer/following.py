@@ -258,7 +258,7 @@ class Following:
         index, tokens = self.log.position.index, self.log.lineage_tokens
         beats = [beat for beat in live if beat.index > index or beat.lineage_tokens > tokens]
         donors, reasons, followers = [beat.peer for beat in beats if beat.index > index], list[str](), list[_Next]()
-        least = None  # minimum index of a new snapshot, if some peer has a better log
+        least = None  # minimum outer step of a snapshot to begin again with; None until a peer shows a better log
         is_waiting = False
         for beat in beats:
             try:

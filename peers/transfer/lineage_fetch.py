@@ -32,9 +32,11 @@ from peers.values.system import now
 from peers.values.wire import Buffer, Count, RunId, Value, pack, unpack_from
 
 HEADERS = "headers"
-READERS = 8  # maximum requests of peers with a lease answered at once; each may use megabytes of memory
-STRANGERS = 4  # maximum requests of other peers answered at once; some of them may only want to keep this peer busy
-PULLS = 1  # maximum requests of one peer answered at once, since packing entries of a large run blocks the event loop
+READERS = 8  # maximum requests from peers with a lease that this peer answers at the same time; each may use megabytes
+# maximum requests from other peers that this peer answers at the same time; they may only want to keep it busy
+STRANGERS = 4
+# maximum requests from one peer that this peer answers at the same time, since packing entries blocks the event loop
+PULLS = 1
 PACKING_BURST, PACKING_SHARE = 30.0, 0.25
 """Processor seconds at once, and in each second, that packing entries may take for one member, or for all strangers
 together. A second packs some thousand entries, and a peer can ask for them without reading them."""
@@ -200,7 +202,7 @@ class LineageFetch:
         except TimeoutError:
             raise LineageError(f"peer {donor} takes too long to show its log") from None
         theirs = walk.branch()
-        if walk.end.made:  # the walk ended within a cycle; logs are continued by whole cycles only
+        if walk.end.made:  # the entries end within a cycle, which is left out, because logs grow by whole cycles
             chain.cut(walk.whole.position.index)
             theirs = theirs.until(walk.whole)
         else:
@@ -310,7 +312,7 @@ class LineageFetch:
 async def best_branch(
     transport: PullTransport, beats: Sequence[Heartbeat], empty_log: LogState, signed: SignedHeads = NOTHING_SIGNED
 ) -> tuple[Branch, RunLog]:
-    """Compare the logs of some of these peers from the start on. Return the best branch, and a log with its entries.
+    """Compare the whole logs of some peers that sent `beats`. Return the best branch, and a log with its entries.
 
     Raises: LineageError when no peer shows a branch, or none contains the heads that the run's archives signed.
     """
@@ -332,7 +334,7 @@ async def best_branch(
             await asyncio.to_thread(log.follow, found.chain, found.theirs.end.position.index)
     if best.end.last is None:
         raise LineageError("; ".join(reasons) or "no peer shows the run's log; try again when a peer trains")
-    # the branch may be of another founding of the run, with fewer outer steps than archives have signed
+    # the branch may be of a log that was founded anew, and may end before the first head that archives have signed
     if signed.indices and not signed.vouched(best.heads):
         raise LineageError(f"no peer shows a log up to outer step {min(signed.indices)}, which archives have signed")
     return best, log

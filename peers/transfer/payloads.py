@@ -28,14 +28,14 @@ from peers.values.wire import DIGEST_BYTES, Buffer, Count, Digest, RunId, Value,
 logger = logging.getLogger(__name__)
 
 PAYLOAD = "payload"
-READERS = 16  # maximum number of requests for payloads answered at once
+READERS = 16  # maximum number of requests for payloads that this peer answers at the same time
 RANGE = 16  # maximum number of chunks in one request for a payload
-RANGES_AT_LEAST = 32  # minimum number of ranges of a payload, if it has enough chunks, so that several donors take part
+RANGES_AT_LEAST = 32  # minimum number of requests for one payload, if it has enough chunks, so that donors share them
 DIGESTS_TIMEOUT = 60.0  # seconds for a donor to send the digests of a payload's chunks
 STAGGER = 3.0  # seconds after which another donor is asked for the digests, too
 
 PROOF = "proof"
-PROOF_READERS = 4  # maximum number of requests for proofs answered at once; each uses up to a megabyte of memory
+PROOF_READERS = 4  # maximum number of requests for proofs that this peer answers at the same time; each uses up to 1 MB
 PROOF_TIMEOUT = 60.0  # seconds for an answer with a proof: 1 MB at 1 Mbit/s takes 8, and the donor may be in a round
 AT_ONCE = 16  # maximum number of proofs that one `MissingProofs.fetch` requests
 ASKED = 4  # maximum number of peers that one `MissingProofs.fetch` asks for the same proof
@@ -201,7 +201,7 @@ class MissingProofs:
         log, (first, stop, head) = self._log, self._looked
         if not log.is_on_disk:
             return
-        if log.heads(stop - 1, stop) != [head]:  # the log has another lineage now
+        if log.heads(stop - 1, stop) != [head]:  # the log has changed to another branch, so all of it is searched
             first = stop = log.next_index
         faults = [*log.faults(log.first, first), *log.faults(stop, log.next_index)]
         proofs = [fault.proof for fault in faults]

@@ -42,11 +42,11 @@ from peers.values.wire import DIGEST_BYTES, Buffer, Count, Digest, RunId, Value,
 from peers.values.workload import SnapshotError, Workload
 
 SNAPSHOT = "snapshot"
-READERS = 16  # maximum requests of live peers of the run answered at once
-# maximum requests of other peers answered at once: of exports, or of peers that only want to keep this peer busy
+READERS = 16  # maximum requests from live peers of the run that this peer answers at the same time
+# maximum requests from other processes, such as `export`, that this peer answers at the same time
 STRANGERS = 6
 OFFERED = 15.0  # seconds for which a snapshot is held after an offer, even if it is no longer the newest
-IN_USE = 60.0  # seconds for which a snapshot is held after its last pull
+IN_USE = 60.0  # seconds for which a snapshot is held after a joiner last fetched chunks of it
 LEAVE = 600.0  # minimum seconds for which the second of a peer's two snapshots may be fetched
 SLOWEST = 500_000  # bytes a second; a joiner with this rate has time to fetch the second of a peer's two snapshots
 SETTLE_TIMEOUT = 20.0  # maximum seconds for which a joiner waits for this peer to finish an outer step
@@ -55,8 +55,8 @@ NO_ROOM = "as many snapshots as there is room for are being fetched; ask again l
 SNAPSHOT_PEERS = 8  # maximum number of peers chosen to make a snapshot after one cycle
 ASKED = 16  # maximum number of peers that a joiner asks for an offer
 OFFER_TIMEOUT = 60.0  # seconds for an offer: the slowest peer may have to finish an outer step first
-PATIENCE, PAUSE = 10.0, 1.0  # maximum seconds until the log vouches for a snapshot; seconds between two checks of this
-RANGES_AT_LEAST = 64  # minimum number of ranges of a snapshot, if it has enough chunks, so that the last ones end soon
+PATIENCE, PAUSE = 10.0, 1.0  # maximum seconds to wait until the log vouches for a snapshot; seconds between two checks
+RANGES_AT_LEAST = 64  # minimum number of requests for one snapshot, if it has enough chunks, so that the last end soon
 RANGE = 8  # maximum number of chunks in one request for a snapshot
 DIGESTS_LIMIT = 1 << 26  # maximum bytes of the digests of a snapshot's chunks: enough for a state of 2 TiB
 MEMORY_SHARE = 4096  # digests may use 1/MEMORY_SHARE of free memory, enough for a state of 8 times the free memory
@@ -124,14 +124,14 @@ class Snapshot:
                 self.used_at = time.monotonic()
 
     def let_go(self) -> None:
-        """Cancel all pulls of the snapshot, since each of them keeps the snapshot's memory in use."""
+        """Stop sending the snapshot to joiners, since each transfer keeps the snapshot's memory in use."""
         for pull in self._pulls:
             pull.reschedule(asyncio.get_running_loop().time())
 
 
 @dataclass(eq=False)
 class FrozenSnapshot(Snapshot):
-    """A snapshot in memory that a child process may inherit."""
+    """A snapshot whose bytes are in a MemoryFile, which a child process may inherit."""
 
     memory: MemoryFile = field(kw_only=True)
 
@@ -434,8 +434,8 @@ class Vouched:
 
     @cached_property
     def _places(self) -> dict[int, LogState]:
-        """The places for which this peer needs other peers' reports of the state, as logs by index: the branch's end,
-        and places where only an entry with too few signatures names the state."""
+        """The logs, by index, that end where this peer needs other peers' reports of the state: at the branch's end,
+        and where only an entry with too few signatures names the state."""
         claimed = (place for place in self.branch.doubts if place.position.index in self.branch.claimed)
         return {place.position.index: place for place in (*claimed, self.branch.end)}
 

@@ -88,12 +88,12 @@ class Storage:
         return MemoryFile.ready_in_memory(size)
 
     def download(self, digest: bytes, size: int) -> MemoryFile:
-        """Return memory for fetching the state with this digest. If a part was fetched before a restart, the memory
-        contains it. Raises: OSError."""
+        """Return memory for fetching the state with this digest. In FolderStorage, it contains the part of the state
+        that was fetched before a restart. Raises: OSError."""
         return MemoryFile.in_memory(size)
 
     def downloaded(self) -> None:
-        """Delete the files of the completed download. Its memory stays until it is closed."""
+        """Delete the files of the completed download. The memory that `download` returned stays readable."""
 
 
 class FolderStorage(Storage):
@@ -104,8 +104,8 @@ class FolderStorage(Storage):
         self._available_memory = available_memory
 
     def snapshot(self, size: int) -> MemoryFile:
-        """Return `size` bytes of a file in the folder. If there is no room, return them in memory, provided that twice
-        as much memory is free. Raises: OSError otherwise."""
+        """Return memory for a frozen state: a file in the folder if it is over 64 MiB and the disk has room, else RAM.
+        Raises: OSError when the disk has no room, and less than `2 * size` bytes of RAM are free."""
         if size > IN_MEMORY:
             try:
                 return MemoryFile.on_disk(size, self._folder)

@@ -23,7 +23,7 @@ from peers.errors import RemoteProtocolError
 from peers.values.wire import DIGEST_BYTES, Buffer, digest_of
 
 CHUNK_BLOCKS = 128  # maximum blocks in a chunk: with int8 half a MiB, the size at which hivemind's streams are fastest
-CHUNKS = 64  # minimum number of chunks of a payload, if it has enough blocks, so that small ones can be pipelined
+CHUNKS = 64  # minimum number of chunks of a payload, if it has enough blocks, so that small payloads can be pipelined
 CONTEXT = b"diloco-peer sum\0"
 NODE = struct.Struct(f"<{DIGEST_BYTES}sd")
 MOST_LEVELS = 24  # maximum levels of the tree over a payload's chunks: enough for 8 TiB
@@ -82,7 +82,7 @@ def digest_of_chunks(digests: Iterable[bytes]) -> bytes:
 
 
 def parts_of(shares: Sequence[int]) -> list[range]:
-    """Return the range of chunks of each part. `shares` has the number of chunks in each part."""
+    """Return the range of chunks that each reducer averages. `shares` has the number of chunks of each reducer."""
     return [range(start, stop) for start, stop in pairwise(accumulate(shares, initial=0))]
 
 

@@ -24,10 +24,10 @@ from peers.errors import IdentityFileError, quoted, remedy_for
 
 SIGNATURE_BYTES = 64  # bytes of an Ed25519 signature
 KEY_BYTES = 32  # bytes of an Ed25519 public key
-PEER_ID_MAX_LENGTH = 64  # maximum characters: 38 bytes are 52 characters in base58; longer strings are not decoded
+PEER_ID_MAX_LENGTH = 64  # maximum characters of a text that is decoded as a peer id; the ids of Ed25519 keys have 52
 # Multihash "identity" of 36 bytes: a protobuf with field 1 (key type) = 1 (Ed25519), field 2 = 32 bytes of key.
 PEER_ID_PREFIX = bytes((0x00, 0x24, 0x08, 0x01, 0x12, KEY_BYTES))
-# The private key's protobuf: the same key type, then 64 bytes: seed and public key.
+# The beginning of a private key's protobuf: field 1 (key type) = 1 (Ed25519), field 2 = 64 bytes, seed and public key.
 PRIVATE_KEY_PREFIX = bytes((0x08, 0x01, 0x12, 2 * KEY_BYTES))
 
 

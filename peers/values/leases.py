@@ -113,7 +113,7 @@ class SamplePool:
         return SamplePool(cursor, _merge(left))
 
     def bounded(self, limit: int) -> SamplePool:
-        """Return the pool with only its `limit` largest free ranges. Of equally large ranges, it keeps the earlier.
+        """Return the pool with only its `limit` largest free ranges. Of equally large ranges, earlier ones are kept.
 
         The dropped ranges are below the cursor, and no peer has them, so they are never trained.
         """

@@ -93,8 +93,8 @@ class SignedHeads:
         return self if tuple(kept) == self.heads else replace(self, heads=tuple(kept))
 
     def taking(self, heads: Iterable[SignedHead], verify: Verify = verify) -> SignedHeads:
-        """Check the signatures of another node's `heads`, and return these heads with those added. Raises:
-        SignedHeadsError."""
+        """Check the signatures of `heads`, which another node has sent, and return a SignedHeads with `heads` added.
+        Raises: SignedHeadsError."""
         new = [head for head in heads if head not in self.heads]
         for head in new:
             if head.archive not in self.keys:

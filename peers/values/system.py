@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
-UNSEEN_SECONDS = 1.0  # seconds after a failed task's end in which a caller should retrieve its exception
+UNSEEN_SECONDS = 1.0  # seconds from a task's failure until its exception is logged, unless a caller has retrieved it
 PARTIAL = ".partial"
 """The suffix of a file's name while it is written. A killed process leaves the file behind."""
 
@@ -111,8 +111,8 @@ def temporary_folder(base: Path, prefix: str) -> Iterator[Path]:
 
 @contextmanager
 def _held(folder: Path) -> Iterator[bool]:
-    """Lock a folder for the context, unless a living process holds the lock; the kernel releases locks of dead
-    processes. Yield True if the folder is locked. Raises: OSError."""
+    """Lock a folder for the context, and yield True. If a living process has locked it, yield False; locks of dead
+    processes do not count, since the kernel releases them. Raises: OSError."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         try:

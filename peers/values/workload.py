@@ -31,13 +31,13 @@ OnCaptured: TypeAlias = Callable[[int], Awaitable[None]]
 
 
 async def captures_nothing(fragment: int) -> None:
-    """Do nothing; the default for `on_captured`: with one fragment no values are stored before training ends."""
+    """Do nothing. It is the default of `on_captured`, since with one fragment no values are stored during training."""
 
 
 @dataclass(frozen=True)
 class InnerLoop:
     """One peer's training for one outer step: at most `steps` inner steps on a lease's samples, in order, from theta
-    after `index` entries.
+    after `index` outer steps.
 
     `tokens` is the number of tokens trained before in the log's lineage. `amendments` are all in the log so far; the
     last one is in force in the outer step, even for work that is finished late.
