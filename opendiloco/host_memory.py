@@ -99,7 +99,7 @@ class HostMemory:
     @property
     def late(self) -> int:
         """The bytes needed while other peers average without this peer: `training`, a copy of its base theta, and the
-        ranges of a payload that it is fetching."""
+        bytes of a payload that donors are sending."""
         return self.training + VALUE_BYTES * self.values + min(self.payload, FETCHED_AT_ONCE)
 
     @property
@@ -110,7 +110,7 @@ class HostMemory:
 
     @property
     def joining(self) -> int:
-        """The bytes that a joiner needs while it fetches the state: `vectors`, `snapshot`, and ranges in transfer."""
+        """The bytes that a joiner needs while it fetches the state: `vectors`, `snapshot`, and bytes from donors."""
         return self.vectors + self.snapshot + self._on_their_way
 
     @property
@@ -121,7 +121,8 @@ class HostMemory:
 
     @property
     def following(self) -> int:
-        """The bytes of a follower after its start: the state, a payload, and ranges of the next payload in transfer."""
+        """The bytes of a follower after its start: the state, a payload, and the bytes of the next payload that donors
+        are sending."""
         return STATE_BYTES * self.values + self.payload + min(self.payload, FETCHED_AT_ONCE)
 
     @property
@@ -131,7 +132,8 @@ class HostMemory:
 
     @property
     def archive(self) -> int:
-        """The bytes of an archive: a payload that it writes to disk, and ranges of the next payload in transfer."""
+        """The bytes of an archive: a payload that it writes to disk, and the bytes of the next payload that donors are
+        sending."""
         return self.payload + min(self.payload, FETCHED_AT_ONCE)
 
     @property

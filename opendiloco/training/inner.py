@@ -247,7 +247,7 @@ class ModelReplica:
         self.model = model
         self.layout = layout_of(model, config.streaming) if layout is None else layout
         self.micro_batch = micro_batch
-        self.uncompiled_micro_batch: int | None = None  # windows in an uncompiled micro-batch; None: micro_batch
+        self.uncompiled_micro_batch: int | None = None  # most windows in an uncompiled micro-batch; None: micro_batch
         self.attention: str | None = None  # name of the attention used in training; None: the model's own
         self.compiled_loss = CompiledLoss() if compiled_blocks(model) else None
         self._config = config

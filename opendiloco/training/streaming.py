@@ -163,7 +163,7 @@ class FragmentWork:
         if from_theta:
             self.begin()
         self.is_read = False  # True once this peer's contribution is encoded
-        self.is_encoded = False  # True once the first store is encoded; replacements of lost workers store it again
+        self.is_encoded = False  # True once the first store is encoded; a store by lost workers' replacements is not
         self.is_changed: bool | None = None  # True: an outer step has changed the fragment; None: undecided
         self.begin_again()
 

@@ -259,8 +259,8 @@ class Driver:
             team: the team in this peer's heartbeats.
             format: the format of all contributions; by default the one that the uplink has time for.
             name: the nickname in this peer's heartbeats.
-            share: returns the share of a whole contribution's bytes that this peer's may have, if the run has such a
-                format.
+            share: returns the largest share of a whole contribution's bytes that this peer sends, if the run has a
+                format small enough.
         """
         self.entries = RunLog(settings.empty_log, 0) if log is None else log
         buffers = PayloadBuffers.of_each(workload.fragments, KEPT_BYTES, self.entries.payload)
