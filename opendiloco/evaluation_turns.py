@@ -1,4 +1,4 @@
-"""The turns of peers in evaluating theta. Each time another peer has its turn, so that all lose equal training time."""
+"""The turns of peers in evaluating theta. Members of the roster take turns, so that all lose equal training time."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ class HostMemory:
 
     @property
     def vectors(self) -> int:
-        """The bytes of theta, the workers' weights and the momentum, and with error feedback also of the residual."""
+        """The bytes of theta, the workers' weights, the momentum, and with error feedback the kept errors."""
         return self.shared + (1 + self.has_error_feedback) * VALUE_BYTES * self.values
 
     @property
@@ -84,8 +84,7 @@ class HostMemory:
 
     @property
     def growing(self) -> int:
-        """The bytes that grow with the model: `vectors` and three payloads, two of which are the pseudo-gradient and
-        the average.
+        """The bytes that grow with the model: `vectors`, the pseudo-gradient, the average, and a third payload.
 
         The third is the last average until it is in the log on the disk, or other members' blocks of this peer's part
         until they are averaged.
@@ -99,8 +98,8 @@ class HostMemory:
 
     @property
     def late(self) -> int:
-        """The bytes needed while other peers average without this peer: `training`, a copy of its base theta, and
-        received ranges."""
+        """The bytes needed while other peers average without this peer: `training`, a copy of its base theta, and the
+        bytes of a payload that donors are sending."""
         return self.training + VALUE_BYTES * self.values + min(self.payload, FETCHED_AT_ONCE)
 
     @property
@@ -111,7 +110,7 @@ class HostMemory:
 
     @property
     def joining(self) -> int:
-        """The bytes that a joiner needs while it fetches the state: `vectors`, `snapshot`, and received ranges."""
+        """The bytes that a joiner needs while it fetches the state: `vectors`, `snapshot`, and bytes from donors."""
         return self.vectors + self.snapshot + self._on_their_way
 
     @property
@@ -122,7 +121,8 @@ class HostMemory:
 
     @property
     def following(self) -> int:
-        """The bytes of a follower after its start: the state, a payload, and received ranges of the next payload."""
+        """The bytes of a follower after its start: the state, a payload, and the bytes of the next payload that donors
+        are sending."""
         return STATE_BYTES * self.values + self.payload + min(self.payload, FETCHED_AT_ONCE)
 
     @property
@@ -132,7 +132,8 @@ class HostMemory:
 
     @property
     def archive(self) -> int:
-        """The bytes of an archive: a payload that it writes to disk, and received ranges of the next payload."""
+        """The bytes of an archive: a payload that it writes to disk, and the bytes of the next payload that donors are
+        sending."""
         return self.payload + min(self.payload, FETCHED_AT_ONCE)
 
     @property
@@ -211,7 +212,7 @@ class WorkerMemory:
         """The most bytes in training: `kept`, and the larger need of the forward and backward passes or AdamW's
         step."""
         whole = self.gathered + max(self.gathered, self.whole_gradients)
-        # Training in bf16 also needs two bytes a value, for the head's matrix or its gradient.
+        # In bf16, each value of the head's matrix needs two more bytes, for a bf16 copy of it or of its gradient.
         head = self.head * (VALUE_BYTES + 2 * (self.copied > 0))
         passes = 2 * self.copied + VALUE_BYTES * whole + head + LOGIT_BYTES * self.logits
         passes = max(passes, 4 * self.copied + VALUE_BYTES * (self.embedding + 3 * self.tied))

@@ -119,8 +119,8 @@ def local_tables(config: RunConfig) -> dict[str, str]:
 
 
 def with_own_files(config: RunConfig, own: OwnFiles) -> RunConfig:
-    """Return the configuration with a volunteer's own files in place of its local paths. Raises: DataError if the run
-    has no local path."""
+    """Return the configuration with a volunteer's own files in place of its local paths. Raises: DataError for a file
+    that replaces no path of the run."""
     sections: dict[str, ModelSection | TokenizerSection] = {}
     for table, section, given in (("model", config.model, own.model), ("tokenizer", config.tokenizer, own.tokenizer)):
         if given is None:

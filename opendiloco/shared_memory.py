@@ -103,7 +103,7 @@ def _used_by(process: psutil.Process) -> int:
 
 
 def _used_by_family() -> int:
-    """Return the bytes that the process with the limit and its descendants use."""
+    """Return the bytes that the limited process and its descendants use."""
     assert _cap is not None
     root = psutil.Process(_cap[1])
     return sum(map(_used_by, (root, *root.children(recursive=True))))

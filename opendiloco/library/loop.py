@@ -93,7 +93,7 @@ class CyclePlan:
         return self.steps_done >= self.planned
 
     def now(self) -> Sequence[BetweenSteps]:
-        """Return the actions on fragments that are due after the inner steps taken so far."""
+        """Return the actions on fragments that are due between the last inner step taken and the next."""
         return self._actions.get(self.steps_done, ())
 
     def _steps(self) -> Iterator[None]:
@@ -411,7 +411,7 @@ class DiLoCo:
         return True
 
     def _between_steps(self) -> None:
-        """Store and merge the fragments that are due after the inner steps taken so far."""
+        """Store and merge the fragments that are due between the last inner step taken and the next."""
         if self._cycle.is_over and self._outer_step is not None:
             self._worker.all_taken(self._outer_step, self._claim(self._outer_step))
         for fragment, alpha in self._cycle.now():

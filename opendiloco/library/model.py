@@ -198,8 +198,8 @@ class LoopReplica:
             self._masters[name].copy_(values)
 
     def _trained(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Return this process's part of a parameter's trained weights, in fp32 or fp64, so that theta is not
-        rounded."""
+        """Return this process's part of a parameter's trained weights, in fp32 or fp64. For weights in half precision,
+        this is theta without rounding, plus the change by training."""
         own = local_part(tensor)
         if name not in self._masters:
             return own

@@ -104,7 +104,7 @@ class OuterStep:
 
     def claim(self, steps: int, tokens_per_sample: int, loss: float | None) -> Trained:
         """Return the contribution of the first `steps` inner steps: their number of tokens, at most that of the lease,
-        and the samples with so many tokens. The tokens of steps that are not taken yet are estimated."""
+        and the lease's first samples with that many tokens. The tokens of steps not taken yet are estimated."""
         tokens = self._tokens_done + int((steps - self.steps_done) * self.step_tokens)
         samples = prefix(self.work.samples, math.ceil(tokens / tokens_per_sample))
         return Trained(samples, min(tokens, tokens_per_sample * sample_count(samples)), loss or 0.0)

@@ -192,8 +192,8 @@ def share_made_up_for(codec: CodecSection, format: int) -> float:
 
 
 def _zeros(values: int, folder: Path | None) -> Vector:
-    """Return a vector of zeros. A large vector lies in a temporary file in `folder`, because no memory was reserved for
-    the residual. Without a folder or disk space, the vector is in memory."""
+    """Return a vector of zeros for quantization errors. A large vector is in a temporary file in `folder`, because no
+    memory was reserved for it; without a folder or disk space, it is in memory."""
     size = VALUE_BYTES * values
     if folder is not None and size > IN_MEMORY:
         try:
@@ -257,7 +257,6 @@ class Residual:
             self._vector[:] = 0
 
     def forget_unanswered(self) -> None:
-        """Reset all errors to zero if the last payload's average has not been applied, because the new training goes on
-        without that payload."""
+        """Reset all errors to zero if the last payload's average was not applied before the next training begins."""
         if self._is_sent:
             self.forget()

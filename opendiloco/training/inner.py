@@ -247,7 +247,7 @@ class ModelReplica:
         self.model = model
         self.layout = layout_of(model, config.streaming) if layout is None else layout
         self.micro_batch = micro_batch
-        self.uncompiled_micro_batch: int | None = None  # number of windows at once, uncompiled; None: micro_batch
+        self.uncompiled_micro_batch: int | None = None  # most windows in an uncompiled micro-batch; None: micro_batch
         self.attention: str | None = None  # name of the attention used in training; None: the model's own
         self.compiled_loss = CompiledLoss() if compiled_blocks(model) else None
         self._config = config
@@ -405,7 +405,7 @@ class ModelReplica:
             if self._loss_scale is not None:
                 torch._foreach_mul_(gradients, 1 / self._loss_scale.factor)
             own_norm = torch.nn.utils.get_total_norm(gradients)
-            # Other replicas have the same gradients, so only the first replica's count.
+            # All replicas have the same gradients, so the norm is summed over the first replica's workers alone.
             own_square = own_norm.double().square() if self._team.is_in_first_replica else 0.0
             numbers = self._team.sums_on_device([own_loss, own_square, stop_wanted()])
             total_norm = numbers[1].sqrt_()

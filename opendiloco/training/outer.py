@@ -85,7 +85,7 @@ _SHAPES: dict[str, Callable[[float], float]] = {"linear": float, "cosine": _half
 
 
 # State ----------------------------------------------------------------------------------------------------------------
-PIECE = 1 << 20  # number of values checked at once, to use little memory
+PIECE = 1 << 20  # number of values checked for NaN and infinity at once, to use little memory
 
 
 class OuterState:

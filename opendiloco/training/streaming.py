@@ -145,7 +145,7 @@ class FragmentWork:
     def __init__(
         self, theta: Vector, local: Vector, codec: BlockCodec, residual: Residual, outlives_encoding: bool
     ) -> None:
-        """Make the present theta the base. `theta` and `local` are the fragment's slices of the run's vectors."""
+        """Create the work with the present theta as its base. `theta` and `local` are slices of the run's vectors."""
         self.theta = theta
         self.local = local
         self.codec = codec
@@ -163,7 +163,7 @@ class FragmentWork:
         if from_theta:
             self.begin()
         self.is_read = False  # True once this peer's contribution is encoded
-        self.is_encoded = False  # True after the first store; stores by replacements of lost workers are not encoded
+        self.is_encoded = False  # True once the first store is encoded; a store by lost workers' replacements is not
         self.is_changed: bool | None = None  # True: an outer step has changed the fragment; None: undecided
         self.begin_again()
 

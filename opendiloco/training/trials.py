@@ -327,8 +327,8 @@ def fitting_micro_batch(replica: ModelReplica, piece: int, team: Team, trains: b
         length = replica.window_length - 1
         at_once = positions_at_once(replica.model.config.vocab_size, team.device) // length
         if 1 < at_once < fitting:
-            # Windows beyond `at_once` need no more memory for logits, but the head's gradient is computed in pieces and
-            # summed.
+            # Windows beyond `at_once` need no more memory for logits, but the head's gradient is then computed in
+            # pieces, whose sum needs memory once.
             with in_pieces_of(length):
                 two, three = taken(2), taken(3)
             beyond = min(max(1, three - two), each)
@@ -360,7 +360,7 @@ def enlarge_micro_batch(replica: ModelReplica, batch_size: int, team: Team) -> b
     while 2 * (more := _evenly(fitting, batch_size)) >= 3 * proven:
         at_stage(COMPILING_MORE)
         replica.micro_batch = more
-        torch.compiler.reset()  # otherwise torch would compile the second size for any size, which is slower
+        torch.compiler.reset()  # otherwise torch would now compile slower code, for any size
         fitting = _fitting_as_trained(replica, batch_size, more, team)
         if fitting < more:  # the pass failed, or there is no memory left for moments
             replica.micro_batch = proven
@@ -387,7 +387,7 @@ def _fitting_as_trained(replica: ModelReplica, batch_size: int, at_once: int, te
     batch = np.tile(ids, (min(2 * at_once, batch_size), 1))
     try:
         with torch.random.fork_rng([team.device] if team.device.type == "cuda" else []):
-            replica.add_gradient(batch)  # not measured: libraries allocate memory and keep it
+            replica.add_gradient(batch)  # not measured, because libraries allocate memory in it and keep it
             replica.model.zero_grad(set_to_none=True)
             room = _free_memory(team) - _taken_later(replica, team, trains=True)
             peak = peak_while(lambda: replica.add_gradient(batch), team.device)

@@ -259,8 +259,8 @@ class Driver:
             team: the team in this peer's heartbeats.
             format: the format of all contributions; by default the one that the uplink has time for.
             name: the nickname in this peer's heartbeats.
-            share: returns the share of a whole contribution's bytes that this peer's may have, if the run has such a
-                format.
+            share: returns the largest share of a whole contribution's bytes that this peer sends, if the run has a
+                format small enough.
         """
         self.entries = RunLog(settings.empty_log, 0) if log is None else log
         buffers = PayloadBuffers.of_each(workload.fragments, KEPT_BYTES, self.entries.payload)
@@ -322,7 +322,7 @@ class Driver:
         try:
             async with asyncio.TaskGroup() as self._tasks:
                 living = self.start(self._live())
-                # does not wait for the task `_live`, which may hang if libp2p's daemon is dead
+                # The task `_live` is not awaited, because it may hang if libp2p's daemon is dead.
                 await self._stopped.wait()
                 living.cancel()  # no heartbeat or message may follow the farewell
                 await self._say_goodbye()
@@ -338,7 +338,7 @@ class Driver:
             HEALTH.forget("heartbeat")
 
     async def _live(self) -> None:
-        """Answer other peers, and pass the time and the heartbeats to the protocol, until cancelled."""
+        """Answer other peers, and pass clock ticks and heartbeats to the protocol, until cancelled."""
         for part in (self._messenger, self.rounds, self._scout, self.replication):
             await part.serve()
         async with asyncio.TaskGroup() as clocks:
@@ -380,7 +380,7 @@ class Driver:
         self.handle(LeaveRequested(at_once))
 
     def rest(self) -> None:
-        """Expect no more training: the run has had its last outer step, and this peer only sends its state."""
+        """Stop expecting training: the run has taken its last outer step, and this peer only sends the run's state."""
         self._training.rest()
         self.handle(NothingToTrain())
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 CHUNKS = "chunks"
 CLOSING_TIME = 5.0  # maximum seconds for a stream to end properly, so that its connection can be used again
 LATE_FLIGHT = 2.0  # a chunk is late after this many times the member's usual answer time
-MEMORY = 0.25  # weight of the last chunk's answer time in the average
+MEMORY = 0.25  # weight of the last chunk's answer time in the member's average answer time
 LATE_CHUNK = 1.5  # a chunk is sent again on another stream after this many times the seconds expected for it
 LEAST_PATIENCE = 1.0  # minimum seconds before a chunk is sent again on another stream
 PATIENCE = 5.0  # maximum seconds for which a chunk waits for chunks of earlier rounds
@@ -67,7 +67,7 @@ class _Flights:
         self.usual = usual
         """Seconds from sending a chunk until its answer; 0 if unknown."""
         self._clock = clock
-        # The unanswered chunks, by number and True for an average. The one whose last sending is oldest comes first.
+        # The unanswered chunks, oldest last sending first. A key has the chunk's number, and True for an average.
         self._flights: dict[tuple[int, bool], _Flight] = {}
 
     def begin(self, send: SendChunk, stream: object) -> None:
@@ -95,7 +95,7 @@ class _Flights:
 
     def late(self, stream: object, patience: float) -> SendChunk | None:
         """Return a chunk that another stream sent more than `patience` seconds and LATE_FLIGHT times the usual answer
-        time ago; otherwise None. The limit doubles with each stream, so that copies do not fill a slow link.
+        time ago, or None. The limit doubles with each stream that sent the chunk, so that copies fill no slow link.
 
         The chunk counts as sent on this stream from now on, so that no other stream sends it, too.
         """
@@ -149,8 +149,8 @@ class Uplink:
         return max(LEAST_PATIENCE, LATE_CHUNK * (SECONDS_UNDER_WAY + streams * chunk / rate)) if rate else math.inf
 
     async def turn(self, sending: Outgoing, to: str) -> None:
-        """Wait until no earlier round has chunks to send to a member. If some still have after PATIENCE seconds, mark
-        these rounds as hanging, and return."""
+        """Wait until no earlier round has chunks to send to member `to`, for at most PATIENCE seconds. Then mark the
+        earlier rounds that still have chunks for it as hanging."""
         try:
             async with asyncio.timeout(PATIENCE):
                 while self._earlier(sending, to):

@@ -46,7 +46,7 @@ class Pulse:
 
     def known(self) -> Iterator[Event]:
         """Yield events for the heads that the run's archives have signed, for an amendment that this machine received
-        from the organiser, and, if the peer's lineage is short, for earlier heads of its log."""
+        from the organiser, and for earlier heads of this peer's log if the protocol remembers too few of them."""
         run, log, lineage = self._peer.settings.run, self._host.entries, self._peer.lineage
         signed = self._transport.runs.signed_heads_of(run)
         yield SignedHeadsSeen(signed, log.heads_at(signed.indices))

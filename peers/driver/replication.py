@@ -130,8 +130,8 @@ class _Recorder:
 
 
 class Replication:
-    """Applies entries to the workload's θ and momentum and records them; serves both to other peers, and fetches them
-    from others. `Driver` explains the callbacks."""
+    """The keeper of the run's state and log on this machine. It applies and records entries, sends the state and the
+    log to other peers, and fetches both from other peers. `Driver` explains the callbacks."""
 
     def __init__(
         self,
@@ -276,8 +276,8 @@ class Replication:
         self.download = download
 
     async def _vouching(self, fetch: FetchSnapshot) -> Compared:
-        """Compare the donor's log with this peer's, and return the result. It has only those of the donor's entries
-        that this peer believes. Raises: LineageError."""
+        """Compare the donor's log with this peer's, and return the result without the donor's entries that this peer
+        does not believe. Raises: LineageError."""
         peer = self._host.peer
         beat = peer.presence.live().get(fetch.donor)
         index = beat.index if beat is not None else fetch.least

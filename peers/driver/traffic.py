@@ -91,7 +91,7 @@ class Traffic:
         self._outgoing[send.round_name.position.fragment].send(send)
 
     def tidy(self, present: Collection[RoundName]) -> None:
-        """End the streams of all rounds that are not in `present`."""
+        """End the streams of all rounds that are not in `present`. Averages that other members miss are still sent."""
         of_fragment = {name.position.fragment: name for name in present}
         for fragment, outgoing in enumerate(self._outgoing):
             outgoing.tidy(of_fragment.get(fragment))
@@ -178,8 +178,8 @@ class _StreamArrivals:
 
 
 class Scout:
-    """The reporter of this peer's links at each heartbeat. It also measures the rate of this peer's own link, before
-    any round and now and then between rounds.
+    """The reporter, at each heartbeat, of this peer's links to other peers. It also measures the rate of this machine's
+    internet link, before any round and now and then between rounds.
 
     Rounds show only the rate that they need: a peer that reduces little sends little, and would seem to have a slow
     link.
@@ -209,8 +209,8 @@ class Scout:
             self._measuring = self._host.start(self._measure(direct))
 
     async def _measure(self, peers: list[str]) -> None:
-        """Measure the link with some of these peers, one after another. For each direction, record the median rate (of
-        two, the better): a peer with a slow link shows only its own rate, and a liar cannot raise the median."""
+        """Measure this machine's link by transfers with some of `peers`, one after another. Record the median rate in
+        each direction (the higher of two rates), which one slow or lying peer of three cannot decide."""
         rates = list[tuple[float, float]]()
         for peer in random.sample(peers, min(len(peers), TRIES)):
             try:

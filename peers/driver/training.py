@@ -61,7 +61,8 @@ class Training:
         Args:
             buffers: one for each fragment.
             format: the format of all contributions; None for the first one that the uplink has time for.
-            share: returns the largest share of a whole contribution's bytes, if the run has such a format.
+            share: returns the largest share of a whole contribution's bytes that this peer sends, if the run has a
+                format small enough.
         """
         self._workload = workload
         self._buffers = buffers
