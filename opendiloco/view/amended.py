@@ -32,8 +32,8 @@ class Amended:
 
     @classmethod
     def seen_in(cls, run: Run, heartbeats: Iterable[Heartbeat], chronicle: Chronicle | None = None) -> Amended:
-        """Return the amendments that heartbeats name, except those without the organiser's signature. With a chronicle,
-        the amendment in force is its log's."""
+        """Return the amendments that heartbeats name, except those without the organiser's signature. With a
+        `chronicle`, its log determines the amendment in force."""
         beats = sorted(heartbeats, key=lambda beat: (beat.lineage_tokens, beat.sequence), reverse=True)
         organiser = run.manifest.organiser
         known = {

@@ -331,7 +331,7 @@ class Examination:
     # The network ------------------------------------------------------------------------------------------------------
     async def _examine_network(self) -> None:
         settings = self._settings
-        # The doctor may have another key than the volunteer, whose id these addresses may end in.
+        # No id is checked: the addresses may end in the id of the volunteer, whose key may differ from the doctor's.
         listen, announce = own_addresses(settings.listen) or everywhere(0), own_addresses(settings.announce)
         self._at("starting libp2p's daemon")
         p2pd = await check_p2pd()
