@@ -24,8 +24,8 @@ NOT_UNDERSTOOD = "this version does not understand it: upgrade diloco-peer"
 
 @dataclass(frozen=True)
 class Amended:
-    """The amendments of a run: the one `in_force` at the peer that has trained most, and a newer one that is
-    `proposed`, which no entry of that peer's log contains yet."""
+    """The amendments of a run: the one `in_force` at the peer whose log counts the most tokens, and a newer one that is
+    `proposed`, which no entry of that log contains yet."""
 
     in_force: Amendment | None
     proposed: Amendment | None

@@ -183,7 +183,7 @@ class Hold(Command):
 
 
 class TakeAverage(Command):
-    """Command to merge the average of a fragment that training `number` has stored into the worker's weights. If
+    """Command to merge a fragment's average into the worker's weights. Training `number` has stored the fragment. If
     `is_changed`, the shared vector `local` holds the fragment's new values; otherwise there is nothing to merge.
 
     It has no reply. The peer process may send it at any time until the worker stores the fragment again.
@@ -508,8 +508,8 @@ class WorkerProcess:
                 raise WorkerError(f"the worker answered {command} with {reply}.", "This is a bug; report it.")
 
     async def move_moments(self, command: MoveMoments) -> None:
-        """Send a command to write or load moments, and wait for the reply. Another command may run at the same time,
-        but no other command about moments.
+        """Send a command to write or load the optimizer's moments, and wait for the reply. A command of another kind
+        may run at the same time.
 
         Raises: SnapshotError when the worker cannot move them; WorkerDeathError when it dies.
         """

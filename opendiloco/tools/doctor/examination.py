@@ -82,7 +82,7 @@ class _Speed:
 
 
 MONTH_DAYS = 31.0
-"""A monthly limit that lasts for fewer days at the run's traffic is a warning."""
+"""Days of a month: `_check_round` warns if the run's traffic reaches a monthly limit in fewer days."""
 
 
 def _check_run(view: RunView, format: str | None = None) -> Finding:
