@@ -270,7 +270,7 @@ async def _compare(transport: HivemindTransport, run: Run) -> RunView:
     """Return a view of the run once two peers have been seen at the same outer step, at once if fewer than two are at
     work, and after `COMPARE_SECONDS` in any case.
 
-    Only then their digests can be compared. With short outer steps that is rare.
+    Digests can be compared only at the same outer step. With short outer steps, two peers are rarely seen at one.
     """
     import asyncio
 
