@@ -57,8 +57,8 @@ class _Place:
 
     @asynccontextmanager
     async def state(self) -> AsyncIterator[tuple[Run, History, LocalWorkload]]:
-        """Fetch or load the state. Yield the run, the run's history, and a workload that holds the state. Raises:
-        DilocoPeerError."""
+        """Fetch or load the model's state. Yield the run, the run's history, and a `LocalWorkload` that has the state.
+        Raises: DilocoPeerError."""
         from opendiloco.volunteer.states import find_origin, newest_state, state_of
 
         if self.source is not None:

@@ -150,7 +150,7 @@ async def _publish_revocations(
                 return True
             return False
 
-        for node in nodes:  # first fetches the lists that the organiser has signed on other machines
+        for node in nodes:  # first fetch lists of revoked tickets that were signed on other machines
             await exchange(node)
         admission.revoke(pack(given.revoke(ids, key, admission.revocations)))
         used = sum(bool(admission.refusal(beat.peer, beat.ticket, time.time())) for beat in beats)

@@ -90,7 +90,8 @@ def join(log: LogOptions, settings: JoinSettings) -> None:
 
 
 def _owners_watch(settings: JoinSettings, view: JoinView, monthly: Sequence[Condition] = ()) -> OwnersWatch:
-    """Return the watch that pauses the volunteer by the owner's settings and by the `monthly` traffic limits."""
+    """Return the watch, which pauses the volunteer while the owner's settings or the `monthly` traffic limits require
+    it."""
     from opendiloco.owner.facts import Observer
     from opendiloco.owner.watch import OwnersWatch
 
@@ -120,7 +121,7 @@ class _Joining:
 
         interrupts.heard = self.watch.stop
         folder = RunFolder.at(self.invite.run_id, self.key.peer_id, self.settings.state).path
-        sources: list[Source] = []  # the dashboard's sources; empty while the volunteer is paused
+        sources: list[Source] = []  # for the dashboard: this volunteer while it takes part in the run, else empty
         page: AbstractAsyncContextManager[None] = nullcontext()
         if self.page is not None:
             from opendiloco.dashboard.server import dashboard

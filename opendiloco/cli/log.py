@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 HEADINGS = ("entry", "peers", "tokens", "in all", "payload", "header", "state", "in force")
-"""Columns of the table. `in all` is the tokens of the lineage; the next three are the first digits of digests. `in
-force` is the amendment in force from the next outer step on, or "-" for the manifest's values."""
+"""Columns of the table. `in all` is the run's number of tokens up to the entry; `payload`, `header` and `state` are the
+first digits of digests; `in force` is the amendment from the next outer step on, or "-" for the manifest's values."""
 NUMBERS = HEADINGS[:4]
 
 

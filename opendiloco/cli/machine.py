@@ -267,7 +267,8 @@ def _install(system: bool, prints: bool, arguments: tuple[str, ...]) -> None:
     if "DILOCO_RUN" in os.environ:
         raise click.UsageError("DILOCO_RUN is set here, but the unit will not have it: give the run as an argument.")
     within = click.get_current_context().find_root()
-    checked = group.get_command(within, command).make_context(command, list(given), parent=within)  # raises UsageError
+    # Raises UsageError if the command does not accept the arguments.
+    checked = group.get_command(within, command).make_context(command, list(given), parent=within)
     if not system:
         Invite.parse(checked.params["run"])  # raises ManifestError for a wrong invite
     for place in (sys.executable, os.path.realpath(sys.executable), __file__) if system else ():

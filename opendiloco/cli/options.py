@@ -312,7 +312,7 @@ def parse_run(run: str, initial_peers: tuple[str, ...], state: Path | None = Non
 
     invite, initial_peers = Invite.parse(run), spelled_out(initial_peers)
     if invite.addresses and not is_typed(click.get_current_context(), "initial_peers"):
-        return invite  # not with the addresses of the environment or the file, which may be another swarm's
+        return invite  # without addresses from environment or configuration file: these may be of another swarm
     addresses = tuple(dict.fromkeys((*invite.addresses, *initial_peers)))
     if not addresses:
         from opendiloco.owner.controls import volunteers

@@ -690,7 +690,7 @@ def _objection(view: RunView, overrides: Overrides, changes: Mapping[str, Any]) 
         return ""
     if "decay" in changes and overrides.decay is not None and overrides.decay.after < first:
         return f"decay.after = {overrides.decay.after}: the run has taken {taken} outer steps. Use {first} or more."
-    # A streaming run's peers must know the run's last cycle when that cycle begins.
+    # A streaming run cannot end with its present cycle: peers must know the last cycle when that cycle begins.
     streams = not view.run.config.streaming.is_plain
     least = first + streams
     if overrides.total_outer_steps(view.run.config) < least:

@@ -44,7 +44,7 @@ MOST_SECONDS = 30.0
 """Most processor seconds for computing the needs of all runs: strangers' models may be slow to lay out, and many."""
 WATCH_SECONDS = 1.0  # seconds between two updates of the table: half the time between a peer's heartbeats
 COMPARE_SECONDS = 15.0
-"""Longest time that `status` waits to see two peers at the same outer step, which may be short."""
+"""Most seconds that `status` waits until it sees two peers at the same outer step."""
 
 
 # Runs -----------------------------------------------------------------------------------------------------------------
@@ -164,7 +164,7 @@ def _processor_time() -> float:
 
 def _with_needs(found: Iterable[_ListedRun], clock: Callable[[], float] = _processor_time) -> Iterator[_ListedRun]:
     """Yield the runs with their needs of memory, disk and traffic. Once `clock` has advanced by `MOST_SECONDS`, yield
-    them with a reason why their needs are unknown."""
+    each further run with a reason why its needs are unknown."""
     ends = clock() + MOST_SECONDS
     for each in found:
         if each.view is None:
@@ -267,9 +267,10 @@ async def _views(transport: HivemindTransport, run: Run) -> AsyncIterator[RunVie
 
 
 async def _compare(transport: HivemindTransport, run: Run) -> RunView:
-    """Return a view of the run as soon as it has two peers at the same outer step, or after at most `COMPARE_SECONDS`.
+    """Return a view of the run once two peers have been seen at the same outer step, at once if fewer than two are at
+    work, and after `COMPARE_SECONDS` in any case.
 
-    Only then their digests can be compared. With short outer steps that is rare.
+    Digests can be compared only at the same outer step. With short outer steps, two peers are rarely seen at one.
     """
     import asyncio
 

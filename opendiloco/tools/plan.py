@@ -108,7 +108,8 @@ Above `OPEN_LIMIT` peers, also a certificate after each vote (docs/protocol.md, 
 QUANTIZED, QUANTIZED_SPARSE = 1.67e9, 0.37e9
 """Values a second that one thread encodes: in int8, and as sparse payloads with error feedback (docs/codecs.md)."""
 SETTLING = 8
-"""Most rounds until the formats are settled. A round's formats follow from the duration of the round before."""
+"""Most rounds computed until the contributions' formats no longer change. A round's formats follow from the duration of
+the round before."""
 STEPPED = 1.69e9
 """Values a second to which one thread applies the outer step (docs/codecs.md)."""
 
@@ -282,8 +283,8 @@ class Plan:
         )
 
     def own_steps(self, peer: PeerGroup) -> int:
-        """Return the number of inner steps in a peer's lease. The lease takes the peer as long as a whole lease takes
-        the fastest peer, within the run's limits."""
+        """Return the number of inner steps in a peer's lease: as many as the peer takes while the fastest peer takes
+        all `inner_steps`, within the run's limits."""
         fastest = min(each.step_seconds for each in self.peers)
         return self.pace.steps(self.tokens_per_step / peer.step_seconds, self.tokens_per_step / fastest)
 

@@ -24,16 +24,16 @@ NOT_UNDERSTOOD = "this version does not understand it: upgrade diloco-peer"
 
 @dataclass(frozen=True)
 class Amended:
-    """The amendments of a run: the one `in_force` at the peer that has trained most, and a newer one that is
-    `proposed`, which no entry of that peer's log contains yet."""
+    """The amendments of a run: the one `in_force` at the peer whose log counts the most tokens, and a newer one that is
+    `proposed`, which no entry of that log contains yet."""
 
     in_force: Amendment | None
     proposed: Amendment | None
 
     @classmethod
     def seen_in(cls, run: Run, heartbeats: Iterable[Heartbeat], chronicle: Chronicle | None = None) -> Amended:
-        """Return the amendments that heartbeats name, except those without the organiser's signature. With a chronicle,
-        the amendment in force is its log's."""
+        """Return the amendments that heartbeats name, except those without the organiser's signature. With a
+        `chronicle`, its log determines the amendment in force."""
         beats = sorted(heartbeats, key=lambda beat: (beat.lineage_tokens, beat.sequence), reverse=True)
         organiser = run.manifest.organiser
         known = {

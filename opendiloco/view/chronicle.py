@@ -16,7 +16,7 @@ from peers.log.state import LogState
 from peers.values.manifest import Amendment
 
 SLICE_SECONDS = 0.02
-"""Seconds for which one call reads. A long log must not hold up the process's other tasks."""
+"""Most seconds for one call of `Chronicle.read`. A long log must not hold up the process's other tasks."""
 KEPT = 240  # number of newest entries kept for display
 UNSIGNED = 8  # number of newest entries whose signatures or state digest may still arrive
 

@@ -436,8 +436,8 @@ THIS_MACHINE = "this machine"
 STEERING = "Ctrl-C leaves; in another terminal: diloco-peer pause, resume, finish"
 LEGEND = "equal digests: equal models · reach open: others can dial this peer"
 LEAST_ROWS, LINES_BESIDE, ROOMY = 3, 5, 24
-"""The least peers on the screen, its lines beside those of progress and peers, and the height of a terminal from which
-on explanations are shown."""
+"""Least number of peers on the screen, its number of lines beside those for progress and peers, and the least height
+of a terminal, in lines, for which explanations are shown."""
 
 
 class JoinView(ABC):

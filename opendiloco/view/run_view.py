@@ -175,7 +175,7 @@ class RunView:
         beats = [beat for beat in heartbeats if beat.state is not PeerState.LEAVING]
         self.run = run
         self.amended = Amended.seen_in(run, beats, chronicle)
-        """The amendments: those in force by the log, or without a log by the heartbeats."""
+        """The amendments. The log determines which is in force, or without a log the heartbeats do."""
         last = min(self.outer_steps, LARGEST_STEP)
         self.peers = tuple(_bounded(beat, last) for beat in beats)
         self.agreement = agreement or Agreement()

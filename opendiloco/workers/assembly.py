@@ -29,11 +29,12 @@ from opendiloco.workers.needs import worker_memory
 from opendiloco.workers.options import WorkerOptions
 
 SHARE_OF_LOGITS = 0.25
-"""Share of the GPU memory beside the model that the logits of one piece may take. The rest is for activations."""
+"""Share of the GPU memory beside the model for the logits that are computed at once. The rest is for activations."""
 
 
 def in_fitting_precision(config: RunConfig, team: Team) -> RunConfig:
-    """Return `config` in a precision that suits all workers' devices. For fp16, set `team.half` instead.
+    """Return `config` with a precision that suits all workers' devices. For fp16, set `team.half`, and return `config`
+    unchanged.
 
     If the run asks for bf16 and one worker's device does not support it, all compute in fp16 if that is fast on all
     devices, and otherwise in fp32.

@@ -184,7 +184,7 @@ class Hold(Command):
 
 class TakeAverage(Command):
     """Command to merge a fragment's average into the worker's weights. Training `number` has stored the fragment. If
-    `is_changed`, the shared vector `local` holds its new values; otherwise there is nothing to merge.
+    `is_changed`, the shared vector `local` holds the fragment's new values; otherwise there is nothing to merge.
 
     It has no reply. The peer process may send it at any time until the worker stores the fragment again.
     """
@@ -449,8 +449,8 @@ class WorkerDeathError(WorkerError):
 
 
 class WorkerProcess:
-    """A worker process, as the peer process controls it. It carries out one command at a time; only a command about
-    moments may run beside another command. Create a `WorkerProcess` with `start`."""
+    """A worker process, as the peer process controls it. It carries out one command at a time; only a command to write
+    or load the optimizer's moments may run beside another command. Create a `WorkerProcess` with `start`."""
 
     def __init__(self, process: asyncio.subprocess.Process, on_stage: Watch) -> None:
         self.name = "the worker"
@@ -508,8 +508,8 @@ class WorkerProcess:
                 raise WorkerError(f"the worker answered {command} with {reply}.", "This is a bug; report it.")
 
     async def move_moments(self, command: MoveMoments) -> None:
-        """Send a command to write or load moments, and wait for the reply. Another command may run at the same time,
-        but no other command about moments.
+        """Send a command to write or load the optimizer's moments, and wait for the reply. A command of another kind
+        may run at the same time.
 
         Raises: SnapshotError when the worker cannot move them; WorkerDeathError when it dies.
         """

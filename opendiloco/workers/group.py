@@ -43,8 +43,8 @@ from peers.values.workload import InnerLoop, OnCaptured, Progress, Trained, capt
 logger = logging.getLogger(__name__)
 
 SEEN = 4
-"""Number of past trainings whose averages count, so that a machine that had to wait once keeps the longer time for a
-while."""
+"""Number of newest trainings from which an "auto" overlap is computed, so that it stays longer for a while after a slow
+average."""
 
 
 class WorkerGroup:

@@ -218,11 +218,12 @@ def worker_memory(
     gathered = sum(sizes) if options.whole_layers else sum(sizes) - sum(blocks) + sum(sorted(blocks)[-2:])
     head, embedding = skeleton.get_output_embeddings(), skeleton.get_input_embeddings()
     vocabulary, matrix = (head.out_features, head.weight.numel()) if isinstance(head, torch.nn.Linear) else (0, 0)
-    with in_pieces_of(max(1, LEAST_LOGITS // max(1, vocabulary))):  # more GPU memory allows larger pieces of logits
+    # The smallest pieces of logits count, because `join` uses larger ones only if they fit into the device's memory.
+    with in_pieces_of(max(1, LEAST_LOGITS // max(1, vocabulary))):
         positions = min(positions_at_once(max(1, vocabulary), torch.device(device)), training.sequence_length)
     is_tied = bool(matrix) and head.weight is embedding.weight
     copied = multiplied_weights(skeleton)
-    if positions < training.sequence_length:  # in pieces, the loss copies the head's matrix, which `head` counts
+    if positions < training.sequence_length:  # then the loss itself copies the head's matrix; `head` includes that copy
         copied -= matrix
     return WorkerMemory(
         weights=sum(sizes),

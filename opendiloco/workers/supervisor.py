@@ -246,8 +246,8 @@ class Supervisor:
         return answered
 
     async def _replace_after(self, error: DilocoPeerError) -> None:
-        """Start replacement workers, and others as long as they fail during the start. Load the kept moments into the
-        new workers.
+        """Start replacement workers, and start them again if they fail during the start. Load the kept moments into
+        them.
 
         Raises: the error that makes a replacement impossible; the workers are dead then.
         """
@@ -319,8 +319,8 @@ class Supervisor:
             logger.info("the inner optimizer continues with the moments in %s", path)
 
     async def _move(self, command: MoveMoments) -> None:
-        """Send the workers a command to write or load moments once earlier such commands are done, and wait for the
-        replies.
+        """Send the workers a command to write or load the optimizer's moments once earlier such commands are done, and
+        wait for the replies.
 
         A single worker moves moments during training. Several workers do so only between trainings, because they are
         not at the same step at the same time. Once all of them have the command, the next request may follow.
@@ -338,8 +338,8 @@ class Supervisor:
         return move
 
     async def _move_now(self, command: MoveMoments, are_given: asyncio.Event | None = None) -> None:
-        """Send all workers a command about moments, and wait for their replies. Raises: the error of the first worker
-        that failed."""
+        """Send all workers a command to write or load the optimizer's moments, and wait for their replies. Raises: the
+        error of the first worker that failed."""
         async with self._moving:
             moves = [start_task(worker.move_moments(command)) for worker in self.workers]
             await asyncio.sleep(0)  # lets each task send its command
@@ -439,7 +439,7 @@ def _log_micro_batch(training: TrainingSection, workers: int, micro_batch: int) 
 
 
 class _Watchdog:
-    """A detector of workers that hang in training, because they send no report for longer than `patience` allows.
+    """A detector of hung workers: of those that, in training, send no report for longer than `patience` allows.
 
     It counts checks in a row without a report. Time in which this process was stopped or the machine asleep therefore
     does not count. `on_hang` gets the seconds of silence. Silence while `is_excused()` does not count.

@@ -334,8 +334,8 @@ class Worker:
                 raise WorkerError(f"{type(command).__name__} is out of place here.", "This is a bug; report it.")
 
     def _carry_out_asides(self) -> None:
-        """If this is the only worker, carry out the commands that are queued during training. They are all about
-        moments."""
+        """If this is the only worker, carry out the commands that are queued during training. All of them write or load
+        the inner optimizer's moments."""
         if self._team.size > 1:
             return
         with suppress(queue.Empty):
@@ -344,8 +344,8 @@ class Worker:
                     self._channel.send(reply)
 
     def _move_moments(self, command: control.MoveMoments) -> control.MomentsMoved | None:
-        """Write or load moments and return the reply. If a thread writes them, return None, because the thread sends
-        the reply later."""
+        """Write or load the inner optimizer's moments and return the reply. If a thread writes them, return None,
+        because the thread sends the reply later."""
         write = None
         try:
             match command:
@@ -569,13 +569,14 @@ class InnerLoops:
         self._held += time.monotonic() - began
 
     def _reported(self, inner_steps: InnerSteps) -> Iterator[InnerStep]:
-        """Take the inner steps, report each to the peer process, and yield it. Between two steps, carry out commands
-        about moments, collect garbage, and wait while training is paused."""
+        """Take the inner steps, report each to the peer process, and yield it. Between two steps, write or load the
+        optimizer's moments on command, collect garbage, and wait while training is paused."""
         began, slowest = time.monotonic(), 0.0
         for step in inner_steps.every():
             if (seconds := time.monotonic() - began) > slowest:
                 slowest = seconds
-                self._team.wait_at_most(control.patience(slowest))  # a shorter limit than before the first step
+                # From the first inner step on, a worker that waits for the other workers fails after a shorter time.
+                self._team.wait_at_most(control.patience(slowest))
             if step.number % COLLECTED_EVERY == 0:
                 gc.collect()
             if step.is_finite:

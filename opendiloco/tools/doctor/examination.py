@@ -82,7 +82,7 @@ class _Speed:
 
 
 MONTH_DAYS = 31.0
-"""A monthly limit that lasts for fewer days at the run's traffic is a warning."""
+"""Days of a month: `_check_round` warns if the run's traffic reaches a monthly limit in fewer days."""
 
 
 def _check_run(view: RunView, format: str | None = None) -> Finding:
@@ -331,7 +331,7 @@ class Examination:
     # The network ------------------------------------------------------------------------------------------------------
     async def _examine_network(self) -> None:
         settings = self._settings
-        # The doctor may have another key than the volunteer, whose id these addresses may end in.
+        # No id is checked: the addresses may end in the id of the volunteer, whose key may differ from the doctor's.
         listen, announce = own_addresses(settings.listen) or everywhere(0), own_addresses(settings.announce)
         self._at("starting libp2p's daemon")
         p2pd = await check_p2pd()

@@ -35,11 +35,13 @@ LITTLE_MEMORY = 2 * 10**9
 """Bytes for Python's libraries, the peer process and a small model."""
 FULL_DISK, LITTLE_DISK = 10**8, 5 * 10**9  # free bytes below which `check_disk` fails, and below which it warns
 LEAST_SHM, LITTLE_SHM = 64 << 20, 1 << 30
-"""Bytes of /dev/shm that NCCL needs for several GPUs: with less than Docker's 64 MiB it fails."""
+"""Free bytes of /dev/shm below which NCCL fails with several GPUs (64 MiB, as in a Docker container), and below which
+`_check_shm` warns."""
 HOT, HOT_GPU, NEARLY = 95.0, 87.0, 5.0
 """Degrees Celsius: the limit of a sensor that names none, the limit of a GPU, and the margin below a sensor's limit."""
 SLOW_KERNELS = 0.5
-"""GB/s of the slowest operation. With it, a billion parameters take half a minute in each outer step."""
+"""GB/s of the slowest operation, below which `check_kernels` warns: a billion parameters then take more than half a
+minute in each outer step."""
 LIMITED = 0.6
 """Share of a GPU's default power limit below which a lower limit is reported."""
 

@@ -42,12 +42,14 @@ LINK_SECONDS = 20.0  # limit in seconds for finding paths to the peers
 RATING_SECONDS = 30.0  # limit in seconds for a measurement with one peer, including the wait until that peer is free
 RATED = 3  # number of peers to try for a measurement, because some may be busy
 BUSY_SECONDS, BUSY_PAUSE = 10.0, 0.5
-"""Seconds for which a busy peer is asked again, and between two requests. Most are busy with a round."""
+"""Seconds for which a busy peer (mostly one in a round) is asked again and again, and seconds between two requests."""
 LOOK = 0.5  # seconds between two checks for an open port, or for new paths to peers
 CLOCK_WARNS = 1.0
-"""Seconds of difference. The DHT refuses peers from 3 seconds on."""
+"""Difference from a bootstrap node's clock, in seconds, above which `check_clock` warns. From 3 seconds on, the DHT
+refuses a peer."""
 SLOW_LINK = 5e6
-"""Bits a second. With it, a round of a model of a hundred million parameters takes more than five minutes."""
+"""Bits a second below which `check_bandwidth` warns: a round of a model of a hundred million parameters then takes more
+than five minutes."""
 OPEN_A_PORT = "Turn on UPnP or NAT-PMP in the router, open a TCP port in it and name it with --data-port, or use IPv6."
 
 
@@ -193,8 +195,8 @@ async def check_reach(transport: HivemindTransport, nodes: Sequence[Node]) -> Fi
 
 
 def check_peers(ways: Mapping[str, Reach], sought: int, there: int) -> Finding:
-    """Return the finding on the paths to a run's peers. `sought` is the number of peers whose path is still unknown,
-    and `there` the number of all peers. In a large run, paths are found only when needed."""
+    """Return the finding on the paths to a run's peers: skipped in a large run, in which paths are sought only when
+    needed. `sought` is the number of peers whose path is still unknown, and `there` the number of all peers."""
     counts = Counter(way for way in ways.values() if way is not Reach.NONE)
     lost = sum(way is Reach.NONE for way in ways.values()) + sought
     values = {way.value: counts[way] for way in Reach if way is not Reach.NONE} | {"none": lost}
