@@ -118,7 +118,7 @@ def read_toml(path: Path, remedy: str) -> dict[str, Any]:
 def describe_validation_error(origin: str, error: ValidationError, model: type[BaseModel]) -> str:
     """Return `error` as text for people: one line for each problem, with its remedy."""
     found = error.errors()
-    # pydantic also reports a list with wrong elements as too short. This line is left out, because it would mislead.
+    # pydantic also reports a list with wrong elements as too short; that problem is dropped, because it would mislead.
     inner = {problem["loc"][:-1] for problem in found}
     problems = [each for each in found if each["type"] != "too_short" or each["loc"] not in inner]
     lines = [_line(problem, model) for problem in problems[:PROBLEMS_LIMIT]]

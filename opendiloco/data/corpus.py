@@ -52,7 +52,7 @@ TEXT_SUFFIXES = frozenset({".txt", ".md", ".rst", ".py"})
 @dataclass(frozen=True)
 class Document:
     """A text, or its token ids if the source holds tokens. `identity` is the file's name or the row's content; its hash
-    decides whether the document is held out. Of a long document, only the end is held out."""
+    decides whether the document is held out, unless it is long: of each long document, the end is held out."""
 
     text: bytes
     identity: bytes
@@ -224,7 +224,7 @@ class _Rows:
         section = self._section
         rows = self._open(part)
         types = rows.features
-        # `datasets` decodes no value of a column whose type is unknown, so that reading the first row fetches no URL.
+        # The first row can be read safely: `datasets` fetches URLs in a row only for columns of a known type.
         columns = list(next(iter(rows), {}) if types is None else types)
         if section.column not in columns:
             is_csv = getattr(self, "_builder", None) is not None and self._builder.name == "csv"

@@ -27,8 +27,8 @@ TOKENIZER_FILES = ("*.json", "*.txt", "*.model")
 
 
 def is_local_path(path: str) -> bool:
-    """Return True if `path` is a local path: anything but a valid hub name, even if a folder in the working directory
-    has that name."""
+    """Return False if `path` is a valid hub name, even if the working directory has a folder with this name. Return
+    True for any other path."""
     return HUB_NAME.fullmatch(path) is None
 
 

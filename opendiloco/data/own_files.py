@@ -152,6 +152,6 @@ def copy_folder(section: SourceSection) -> Path:
 
 
 def copy_kept(section: SourceSection) -> AbstractContextManager[None]:
-    """Return a context that keeps the copy that `datasets` makes of a local source on disk, readable only for this
-    user. The last process that leaves the context deletes the copy."""
+    """Return a context in which the copy on disk that `datasets` makes of a local source is kept, readable only for
+    this user. The last process that leaves the context deletes the copy."""
     return shared_folder(copy_folder(section)) if is_local(section.source) else nullcontext()

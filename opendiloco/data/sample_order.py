@@ -168,7 +168,7 @@ class Shuffled:
         self._windows_per_shard = windows_per_shard
         self._seed = seed
         self._soon = soon
-        self._following: dict[int, int] = {}  # by number of a visit to a shard: number of the next expected visit
+        self._following: dict[int, int] = {}  # by a visit's number (see `_visited`): number of the visit expected next
 
     @classmethod
     def whole(cls, windows: Windows, seed: int) -> Shuffled:
@@ -220,8 +220,8 @@ class SampleOrder:
             self._mixtures = Mixtures(wanted)
 
     def expect(self, lease: Numbers) -> None:
-        """Record the sample numbers of the lease that is read next. The lease after it is expected at the same distance
-        as the one between the last two leases."""
+        """Record the sample numbers of the lease that is read next. Predict where the lease after it begins, from the
+        distance between the first numbers of the last two leases."""
         if not len(lease) or np.array_equal(lease, self._leased):
             return
         before, self._leased = self._leased, lease

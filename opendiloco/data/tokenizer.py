@@ -58,8 +58,7 @@ class ByteTokenizer:
         return int((ids < BEGIN).sum())
 
     def encode_documents(self, texts: Sequence[bytes]) -> list[TokenArray]:
-        """Return the token ids of each text, as `encode_document` returns them. A pretrained tokenizer uses all cores
-        of the machine."""
+        """Return the token ids of each text, as `encode_document` returns them."""
         return [self.encode_document(text) for text in texts]
 
     def pretrained(self) -> Any:

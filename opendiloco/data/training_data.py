@@ -358,8 +358,8 @@ def _check_count(section: SourceSection, config: RunConfig, part: str, windows: 
 
 
 def check_share(source: str, wanted: float, training: int, held_out: int) -> None:
-    """Log a warning if less than a third of the share `wanted`, or more than three times as much, of a source's tokens
-    is held out."""
+    """Log a warning if the held-out share of a source's tokens is less than a third of the share `wanted`, or more than
+    three times as large."""
     share = held_out / max(1, training + held_out)
     if not wanted / 3 <= share <= 3 * wanted:
         logger.warning(

@@ -64,7 +64,7 @@ POLL = 5.0  # seconds between two checks for new runs, and between two checks of
 SIGNING_PAUSE = 60.0  # least number of seconds between two signatures of a run's heads by this archive
 SIGNING_RETRY = 5.0  # seconds until an archive asks again for its earlier signed heads, if no peer has answered
 ASKED = 32  # number of peers that an archive asks for the heads that it signed earlier, before it signs a new one
-SNAPSHOT_SHARE = 4  # an archive stores every 4th snapshot of a run, since each costs the donors 8 bytes a parameter
+SNAPSHOT_SHARE = 4  # an archive stores every 4th snapshot of a run, since donors must send 8 bytes a parameter for each
 NO_STATE = bytes(DIGEST_BYTES)
 OF_PEERS = (PeerUnreachableError, RemoteProtocolError, SwarmUnreachableError, LogError, PayloadError, SnapshotError)
 """Errors of peers that do not serve data or serve wrong data. An archive's operator cannot act on them."""
@@ -345,7 +345,7 @@ class ArchivedRun:
 
 
 class _Signing:
-    """A signer of a run's heads, which signs only if the manifest names this node's key, and knows all signed heads."""
+    """A run's signed heads that this node knows, and a signer of new ones if the manifest names this node's key."""
 
     def __init__(self, run: Run, identity: Identity, transport: HivemindTransport, folder: Path) -> None:
         self._run = run.run_id
@@ -423,7 +423,7 @@ class Archive:
 
     @property
     def usable(self) -> int:
-        """The bytes of disk that all runs together may take, and that are free or taken by them."""
+        """The number of bytes on disk that all runs together can take: their limit, or less if the disk lacks room."""
         return min(self._room.limit, self._room.present)
 
     def kept(self, run: str) -> ArchivedRun | None:
@@ -468,7 +468,7 @@ class Archive:
                 await asyncio.sleep(POLL)
 
     def _check_disk(self) -> None:
-        """Report a full disk to the health check, which ignores what a run without entries claims to need."""
+        """Mark the archive as unhealthy in the node's health status if its disk is full, and as healthy otherwise."""
         with suppress(OSError):
             if shutil.disk_usage(self._folder).free < LEAST_FREE:
                 HEALTH.failing("archive", f"the disk of the archive {self._folder} is full: free some space")
@@ -513,7 +513,7 @@ class Archive:
         if archived.end.last is not None:
             end = archived.end
             metrics.ARCHIVED_OUTER_STEP.labels(run_id).set(end.position.index)
-            with suppress(AmendmentError):  # this version cannot read how long the run is
+            with suppress(AmendmentError):  # a newer version's amendment, which may change the run's length
                 steps = Overrides.read(end.amendment).total_outer_steps(archived.run.config)
                 metrics.ARCHIVED_STEPS_LEFT.labels(run_id).set(max(0, steps - end.position.index))
 
@@ -550,11 +550,9 @@ def _in_health(run_id: str) -> Iterator[None]:
 
 # Disk space -----------------------------------------------------------------------------------------------------------
 # A run may be of any size, so its space is limited.
-DISK_SHARE = 0.9  # without --max-disk: share of the disk's free and archived bytes that all archived runs may take
+DISK_SHARE = 0.9  # without --max-disk: share of the bytes, free or taken by archived runs, that these runs may take
 RUN_SHARE = 4  # divisor: one run may take a quarter of the disk space that all runs may take
-LEAST_ROOM = (
-    64_000_000  # bytes for all runs below which a node warns at its start: 16 MB a run, for a million parameters
-)
+LEAST_ROOM = 64_000_000  # bytes; with less for all runs, a node warns. A quarter is enough for a million parameters
 LEAST_FREE = 1_000_000
 """Free bytes below which a disk counts as full."""
 
@@ -564,7 +562,7 @@ class _NoRoomError(MachineError):
 
 
 class _DiskRoom:
-    """A counter of the disk space of archived runs, with a limit. A folder's name is its run's id."""
+    """A counter of the disk space of archived runs, with a limit. Each run has a subfolder, named by the run's id."""
 
     def __init__(self, folder: Path, limit: int | None = None) -> None:
         """Limit all runs' disk space to `limit` bytes; None: to `DISK_SHARE`, because other programs need space."""

@@ -160,7 +160,8 @@ class _Proofs:
         self._findings = findings
 
     def check(self, header: Header, before: LogState) -> None:
-        """Check the stored proof of each fault that a header names, given the log before its entry. Raises: OSError."""
+        """Check the stored proof of each fault that a header names. `before` is the log's state before the header's
+        entry. Raises: OSError."""
         self._heads[before.position.index] = before.position.head
         for fault in header.faults:
             path = proof_path(self._folder, fault.proof)

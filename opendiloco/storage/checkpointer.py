@@ -99,7 +99,7 @@ class Checkpointer:
         try:
             await workers.keep_moments(partial, self._plan.run, index)
             status, report = await _run_writer(job)
-        except (SnapshotError, DilocoPeerError, OSError) as error:  # the trainer handles worker processes that died
+        except (SnapshotError, DilocoPeerError, OSError) as error:  # a worker may have died; the trainer handles that
             status, report = NOT_SAVED, str(error)
         finally:
             with suppress(OSError):

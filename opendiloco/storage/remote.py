@@ -20,7 +20,7 @@ PIECE = 1 << 20  # most bytes sent between two waits for the rate limit
 
 
 class RateLimit:
-    """A limit on a transfer's rate: makes it wait until `done` bytes have taken `done / rate` seconds."""
+    """A limit on a transfer's rate in bytes a second: makes a transfer that is too fast wait after each piece."""
 
     def __init__(self, rate: float | None, wait: Callable[[float], None] = time.sleep) -> None:
         """Limit the transfer that begins now to `rate` bytes a second (None: no limit). `wait` sleeps for a number of

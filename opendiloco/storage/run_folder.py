@@ -166,7 +166,7 @@ def read_curve(path: Path) -> dict[int, float]:
 
 
 # The journal ----------------------------------------------------------------------------------------------------------
-# The entries that a peer applied, from which an audit or the reference can repeat the run. A line has the entry's
+# The entries that a peer has applied, to compare with other peers or with training/reference.py. A line has the entry's
 # index, its header (canonical bytes, in hexadecimal) and the state digest after it.
 @dataclass(frozen=True)
 class Journal:

@@ -1,5 +1,5 @@
-"""Admission to a run: this machine's ticket, the signed heads that it keeps, and the tickets that an organiser has
-issued."""
+"""Admission to a run: this machine's ticket, the signed heads that this machine keeps, and the tickets that an
+organiser has issued."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 LOOK = 2.0  # seconds between two checks that the ticket is still valid
-ASK_LIMIT = 5.0  # most seconds that the start waits for the nodes' answers
+ASK_LIMIT = 5.0  # most seconds that a starting peer waits for signed heads from the nodes
 TICKET_FILE, REVOCATIONS_FILE = "ticket", "revocations"
 GIVEN, GIVEN_REVOCATIONS = "given.tickets", "given.revocations"
 TEXT_LIMIT = 10_000  # most characters read from a ticket's file
@@ -160,7 +160,7 @@ async def ask_for_signed_heads(
 
 
 def _keep(path: Path, run_id: str, run: str, packed: bytes) -> None:
-    """If `run` is `run_id`, write the newest list of that run, of signed heads or of revocations, to a file."""
+    """Write a run's newest list of signed heads or of revocations to a file, unless the list is of another run."""
     if run == run_id:
         with suppress(OSError):  # other nodes keep a copy, so a full disk is no error
             write_whole(path, [packed])

@@ -73,8 +73,8 @@ class InnerTrainer(Protocol):
         """
 
     async def take_average(self, fragment: int, is_changed: bool) -> None:
-        """Continue training with the outcome of a captured fragment. If `is_changed`, an outer step has changed the
-        fragment, and the new values are in `vectors.local`."""
+        """Inform the training that a fragment's average is decided. If `is_changed`, an outer step has changed the
+        fragment, and the new values are in `vectors.local`; otherwise there is nothing to merge."""
 
     def end_rest(self) -> None:
         """Skip the inner steps of the last training that have not been taken yet."""
@@ -119,7 +119,8 @@ class TrainerWorkload(Generic[InnerTrainer_co]):
             for part, codec in zip(state.outer.fragments, state.fragments, strict=True)
         ]
         self._work = InnerLoop(0, (), 0, 0)  # the current training, or else the last one
-        self._ended_at: int | None = None  # outer step that applied the last training; if none did, the one it was for
+        # The outer step whose average contains the last training's work; until then, the outer step of that training.
+        self._ended_at: int | None = None
         self._index: int | None = None  # outer step of the last training, if workers can continue from its end
         self._state_lock = asyncio.Lock()  # held while theta changes or is copied
         self.is_our_turn: Callable[[], bool] = lambda: False
@@ -286,7 +287,7 @@ class TrainerWorkload(Generic[InnerTrainer_co]):
 
     async def unchanged(self, index: int, fragment: int) -> None:
         work = self._fragments[fragment]
-        if not self._goes_on_with(work):  # if they have, keep the residual: a later entry may include the payload
+        if not self._goes_on_with(work):  # if the workers go on, a later entry may include the payload
             work.residual.forget()
         async with self._state_lock:
             await self._decided(index, fragment, is_changed=False)
@@ -296,14 +297,14 @@ class TrainerWorkload(Generic[InnerTrainer_co]):
         return self._index is not None and index >= self._index
 
     def _goes_on_with(self, work: FragmentWork) -> bool:
-        """Return True if the workers have been informed of the outcome of a fragment's outer step, and have gone on.
+        """Return True if the workers know the outcome of a fragment's outer step, and have continued to train from it.
 
         From then on its theta is their base, even if a later outer step takes the stored weights.
         """
         return self._index is not None and work.is_handed_over
 
     async def _stored(self, fragment: int) -> None:
-        """Record that all workers have stored a fragment, and that the fragment is encoded."""
+        """Record that a fragment's weights from all workers are in `vectors.local`, and that they are encoded."""
         work = self._fragments[fragment]
         work.is_encoded = work.is_stored = True
         if work.is_changed is not None:
@@ -323,7 +324,7 @@ class TrainerWorkload(Generic[InnerTrainer_co]):
         if is_changed:
             await asyncio.to_thread(work.take_theta)
         if index != self._index or not work.is_stored:
-            return  # the training has ended, or lost workers must store the fragment again
+            return  # the training has ended, or replacements of lost workers must store the fragment again
         await self.trainer.take_average(fragment, is_changed)
         work.is_handed_over = True
 

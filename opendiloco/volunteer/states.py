@@ -65,8 +65,8 @@ class History:
         for header in headers:
             contributors.update(member.peer for member in header.roster if member.tokens)
             tokens[header.index + 1] = header.lineage_tokens
-            # The oldest known entry may name amendments of entries before it; what the last one takes in is not in
-            # force yet.
+            # The oldest known entry may repeat amendments of earlier entries, hence "by". An amendment that the last
+            # entry adds is left out, because it is not in force yet.
             since = "by" if header.index == headers[0].index > 0 else "after" if header.index < last.index else ""
             for logged in (header.amendments or ()) if since else ():
                 amended.setdefault(logged.amendment, f"{since} outer step {header.index + 1}")
@@ -89,7 +89,7 @@ class History:
 
 
 def from_peers(run: Run) -> list[str]:
-    """Return the options that name the run and its peers, with words such as KEY for what each machine has."""
+    """Return the options that name the run and its peers, with placeholders such as KEY for a machine's own values."""
     key = ["--identity", "KEY"] if run.manifest.is_by_invitation else []
     return ["--run", run.run_id, "--initial-peer", "ADDRESS", *key]
 
@@ -307,8 +307,8 @@ def find_origin(
 
 
 def _only_run(folder: Path) -> Path:
-    """Return `folder` if it is a peer's folder of a run, or else the only such folder below it. Raises: CheckpointError
-    if there are several."""
+    """Return the only peer's folder of a run at or below `folder`, or `folder` itself if there is none. Raises:
+    CheckpointError if there are several."""
     if (folder / MANIFEST).exists():
         return folder
     found = sorted(folder.glob(f"*/{MANIFEST}")) or sorted(folder.glob(f"*/*/{MANIFEST}"))

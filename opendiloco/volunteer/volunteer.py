@@ -214,7 +214,7 @@ async def volunteer_with(
 
 
 def _prune_log(folder: RunFolder, log: LogFolder) -> None:
-    """Delete the log's entries that are older than the checkpoints from which this machine may resume."""
+    """Delete the payloads of entries that are older than the checkpoints from which this machine may resume."""
     try:
         newest = Checkpoints(folder.checkpoints, folder.run_id).indices()[:RESUMABLE]
         log.prune(min(newest, default=0))
@@ -409,7 +409,7 @@ class Volunteer:
 
     @property
     def _is_handed_over(self) -> bool:
-        """True if the newest outer step is safe without this machine, because enough other machines have it.
+        """True if enough other machines have the newest outer step, or if no other machine is online to fetch it.
 
         Other volunteers suffice, unless this one's id is the highest. As all volunteers may leave at once, that one
         waits for an archive, if there is one.
