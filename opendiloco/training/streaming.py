@@ -162,8 +162,8 @@ class FragmentWork:
         """Reset the fragment for another training, from theta or from the workers' present weights."""
         if from_theta:
             self.begin()
-        self.is_read = False  # True once this peer's contribution is encoded
-        self.is_encoded = False  # True once the first store is encoded; a store by lost workers' replacements is not
+        self.is_encoded = False  # True once this peer's contribution is encoded
+        self.is_captured = False  # True once the workers have stored the fragment for the first time
         self.is_changed: bool | None = None  # True: an outer step has changed the fragment; None: undecided
         self.begin_again()
 
@@ -210,7 +210,7 @@ class FragmentWork:
         The first decision counts, with one exception: an outer step that is taken before the workers have stored the
         fragment overrides the decision that it has not changed.
         """
-        if self.is_changed is not None and (self.is_changed or self.is_read):
+        if self.is_changed is not None and (self.is_changed or self.is_encoded):
             return False
         self.is_changed = is_changed
         return True

@@ -207,7 +207,7 @@ class TrainerWorkload(Generic[InnerTrainer_co]):
         """
 
         async def captured(fragment: int) -> None:
-            if not self._fragments[fragment].is_encoded:
+            if not self._fragments[fragment].is_captured:
                 await on_captured(fragment)
             await self._stored(fragment)
 
@@ -232,7 +232,7 @@ class TrainerWorkload(Generic[InnerTrainer_co]):
         work = self._fragments[fragment]
         rounding = self._rounding.of_contribution(self._work.index, fragment, self._work.samples, format)
         await asyncio.to_thread(work.encode, rounding, format, self.folder)
-        work.is_read = True
+        work.is_encoded = True
         if self._streams and fragment == len(self._fragments) - 1:
             await self._stored(fragment)
         return work.payload.buffer
@@ -306,7 +306,7 @@ class TrainerWorkload(Generic[InnerTrainer_co]):
     async def _stored(self, fragment: int) -> None:
         """Record that a fragment's weights from all workers are in `vectors.local`, and that they are encoded."""
         work = self._fragments[fragment]
-        work.is_encoded = work.is_stored = True
+        work.is_captured = work.is_stored = True
         if work.is_changed is not None:
             async with self._state_lock:
                 await self._hand_over(fragment)

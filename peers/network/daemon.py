@@ -208,7 +208,7 @@ def parse_addresses(addresses: Sequence[str], needs_peer_id: bool) -> list[Any]:
 def own_addresses(addresses: Sequence[str], me: str | None = None) -> list[str]:
     """Return these addresses, which are to be listened on or announced, without a final /p2p/`me`: libp2p adds that.
 
-    Raises: OwnAddressError for an address that is malformed, has no port, or ends in another peer's id (None: in any).
+    Raises: OwnAddressError for an address that is malformed, has no port, or ends in another peer's id.
     """
     own = []
     try:
