@@ -292,7 +292,8 @@ class Evidence:
         self._proven.move_to_end(fault.proof)
         self._proofs.setdefault(fault.proof, known)
         of_one = [digest for digest, known in self._proofs.items() if known.fault.peer == fault.peer]
-        for digest in of_one[OF_ONE - 1 : -1]:  # keep the oldest three and the newest; this peer names the oldest
+        # Keep the oldest three proofs against the peer, and the newest. This peer's headers name the oldest.
+        for digest in of_one[OF_ONE - 1 : -1]:
             del self._proofs[digest]
         while len(self._proofs) > KEPT or sum(len(known.data) for known in self._proofs.values()) > KEPT_BYTES:
             self._proofs.popitem(last=False)

@@ -1,4 +1,4 @@
-"""All connections with one peer, and the messages over them. Connections stay open between conversations.
+"""All connections with one peer, and messages over them. A connection carries one conversation (stream) after another.
 
 Messages are one long conversation, with many questions under way at once:
 
@@ -162,7 +162,7 @@ class Link:
         opening = bytes([len(name)]) + name
         try:
             async with asyncio.timeout(OPEN_TIMEOUT):
-                if protocol != CALLS:  # messages get the first connection, since a second one may take long
+                if protocol != CALLS:  # first open the messages' conversation, or it would wait for a new connection
                     await self._calls()
                 connection = await self._take()
         except TimeoutError:
