@@ -306,8 +306,8 @@ class Evidence:
         self._proofs.pop(digest, None)
 
     def provable(self, log: LogState, lineage: Lineage, members: Collection[str]) -> tuple[Fault, ...]:
-        """Return the faults that the entry after `log` may name: their proofs are short enough to show to all members.
-        The entry needs its members, so only a later entry can name their faults."""
+        """Return the faults that the entry after `log` may name: of peers that are not its `members`, with proofs short
+        enough to show to all members. Only a later entry can name a member's fault."""
         self._follow(lineage)
         faults: dict[str, Fault] = {}
         room = min(SHOWN_TO_EACH, SHOWN_BYTES // max(1, len(members)))

@@ -214,7 +214,7 @@ class Links:
 
     def drop_all(self) -> None:
         """Close all links and let them be made again, after this machine's network has changed."""
-        self.credentials = Credentials(self._identity)  # they show peers that older connections with us are dead
+        self.credentials = Credentials(self._identity)  # new credentials show peers that older connections are dead
         for peer, way in list(self._ways.items()):
             if way.link.is_up:
                 self.arranging.left.add(peer)

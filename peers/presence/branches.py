@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from peers.presence.presence import Presence
 
 VAIN = 2
-"""Failed requests for a peer's log, after which no peer waits for that log."""
+"""Number of failed requests for a peer's log, after which its claims count as unproven."""
 FORGOTTEN = 3600.0
 """Seconds after which the failed requests to a peer are forgotten."""
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from peers.values.wire import Reach
 
 SEEN_LIMIT = 64
-"""Peers whose rates one Ready reports: enough to check a claim, and few in a swarm of a thousand."""
+"""Peers whose rates one Ready reports: enough to check the rates that they claim, and few in a large swarm."""
 DOUBT = 300.0
 """Seconds for which as little data as possible is exchanged with a peer that chunks did not reach."""
 
