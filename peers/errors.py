@@ -63,7 +63,7 @@ class InUseError(LocalNetworkError):
 
 
 class AdmissionError(DilocoPeerError):
-    """A refusal by a run by invitation, since this machine's ticket is missing, expired, revoked or another peer's."""
+    """A refusal to admit a peer to a run by invitation: its ticket is missing, expired, revoked or another peer's."""
 
     exit_code = 13
 

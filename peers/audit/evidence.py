@@ -292,7 +292,8 @@ class Evidence:
         self._proven.move_to_end(fault.proof)
         self._proofs.setdefault(fault.proof, known)
         of_one = [digest for digest, known in self._proofs.items() if known.fault.peer == fault.peer]
-        for digest in of_one[OF_ONE - 1 : -1]:  # keep the oldest three and the newest; this peer names the oldest
+        # Keep the oldest three proofs against the peer, and the newest. This peer's headers name the oldest.
+        for digest in of_one[OF_ONE - 1 : -1]:
             del self._proofs[digest]
         while len(self._proofs) > KEPT or sum(len(known.data) for known in self._proofs.values()) > KEPT_BYTES:
             self._proofs.popitem(last=False)
@@ -305,8 +306,8 @@ class Evidence:
         self._proofs.pop(digest, None)
 
     def provable(self, log: LogState, lineage: Lineage, members: Collection[str]) -> tuple[Fault, ...]:
-        """Return the faults that the entry after `log` may name: their proofs are short enough to show to all members.
-        The entry needs its members, so only a later entry can name their faults."""
+        """Return the faults that the entry after `log` may name: of peers that are not its `members`, with proofs short
+        enough to show to all members. Only a later entry can name a member's fault."""
         self._follow(lineage)
         faults: dict[str, Fault] = {}
         room = min(SHOWN_TO_EACH, SHOWN_BYTES // max(1, len(members)))

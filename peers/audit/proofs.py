@@ -91,7 +91,7 @@ class FaultProof(Value):
 
 # Votes -----------------------------------------------------------------------------------------------------------
 class TwoVotes(FaultProof):
-    """A proof that a peer gave two votes that no honest voter gives both."""
+    """A proof that a peer gave two votes, although no honest voter gives both."""
 
     kind: ClassVar[Kind] = "votes"
     peer: PeerId
@@ -293,7 +293,7 @@ class Statements:
     def vote(
         self, peer: str, position: Position, incarnation: int, vote: SignedChoice, is_checked: bool = False
     ) -> FaultProof | None:
-        """Store a vote, and return the proof of a lie that it makes with an earlier statement, or None.
+        """Store a vote. Return a proof if it and an earlier statement show that the peer lies, otherwise None.
 
         With `is_checked` the vote is from a certificate with verified signatures. It is then stored beyond the limits,
         except a minority's vote, because a single peer can make a minority's certificate.
@@ -326,8 +326,8 @@ class Statements:
             self._drop(next(iter(self._votes)))
 
     def farewell(self, farewell: SignedDeparture) -> FaultProof | None:
-        """Store a farewell, and return the proof of a lie that it makes with a stored vote, or None. If an incarnation
-        has several farewells, only the one with the lowest index is stored."""
+        """Store a farewell. Return a proof if it and a stored vote show that the peer lies, otherwise None. If an
+        incarnation has several farewells, only the one with the lowest index is stored."""
         departure, peer = farewell.departure, farewell.departure.peer
         known = self._farewells.get(peer)
         if known and known.departure.incarnation == departure.incarnation and known.departure.index <= departure.index:
@@ -343,8 +343,8 @@ class Statements:
         return None
 
     def average(self, round: Round, average: Averaged) -> FaultProof | None:
-        """Store an average whose signature the caller has verified. Return the proof of a lie that it makes with
-        another average, or None."""
+        """Store an average whose signature the caller has verified. Return a proof if it and another average show that
+        the reducer lies, otherwise None."""
         reducer = average.origin.reducer
         incarnation = round.incarnations.get(reducer)
         if incarnation is None or average.chunk >= round.chunks:
@@ -357,8 +357,8 @@ class Statements:
         return TwoAverages(round=round.name, terms=round.terms, incarnation=incarnation, first=first, second=average)
 
     def commitment(self, author: Author, commitment: Commitment) -> FaultProof | None:
-        """Store a commitment, and return the proof of a lie that it makes with another commitment, or None. Peers
-        repeat commitments each second, so a signature is verified only if the commitment is new."""
+        """Store a commitment. Return a proof if it and another commitment show that the author lies, otherwise None.
+        Peers repeat commitments each second, so a signature is verified only if the commitment is new."""
         known = self._commitments.get(author.peer, {})
         first = known.get(author)
         if first is not None:

@@ -50,7 +50,8 @@ class Sample:
 
 
 def choose(averages: Sequence[Averaged], members: int, draw: Callable[[], float]) -> Averaged | None:
-    """Choose at random, and return, an average to check after a round with this number of members, or None.
+    """Return a randomly chosen average to check after a round with this number of members. Return None if there is
+    none, after a round with more than MOST members, and by chance after some rounds with more than ASKED members.
 
     `averages` are those of other members; `draw` returns a number in [0, 1).
     """

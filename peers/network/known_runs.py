@@ -71,7 +71,7 @@ class Admissions:
         """Called with each newer list of revoked tickets, so that it is kept."""
 
     def learn(self, manifest: SignedManifest, is_ours: bool = True) -> None:
-        """Record whether a run is open or by invitation. Of the runs that are not ours, remember only the newest."""
+        """Record whether a run is open or by invitation. Of runs that are not ours, keep the last STRANGERS_LIMIT."""
         run = manifest.run_id
         if run in self._ours:
             return
@@ -161,8 +161,8 @@ class Admissions:
             raise RemoteProtocolError(peer, f"its list of revoked tickets is not valid: {error}") from error
 
     def catch_up(self, call: Call, run: str, heartbeats: Iterable[Heartbeat]) -> None:
-        """Start asking a peer whose heartbeat names a newer list of revoked tickets than ours, unless a peer is being
-        asked already. The same peer is asked again only after PAUSE seconds."""
+        """If heartbeats name a newer list of revoked tickets than ours, start fetching it from one of their peers,
+        unless a fetch is under way. The same peer is asked again only after PAUSE seconds."""
         admission = self.of(run)
         if admission is None or _is_busy(self._asking):
             return

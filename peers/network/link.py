@@ -1,4 +1,4 @@
-"""All connections with one peer, and the messages over them. Connections stay open between conversations.
+"""All connections with one peer, and messages over them. A connection carries one conversation (stream) after another.
 
 Messages are one long conversation, with many questions under way at once:
 
@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 CONNECTIONS = MOST + 8  # connections for one side's conversations (a round, messages, pulls), at most
 DIAL_PAUSE = 1.0  # seconds to wait for a new connection after dialling, before dialling again
-OPEN_TIMEOUT = 15.0  # seconds to get a connection for a conversation, or to read a new conversation's protocol
+OPEN_TIMEOUT = 15.0  # seconds to get a connection for a conversation, or to read the name of a new one's protocol
 BEST_FIRST = tuple(Reach)
 Serve = Callable[[str, Channel], Awaitable[None]]
 """(protocol, channel): handles a conversation that the other side has opened."""
@@ -80,7 +80,7 @@ class Link:
         return sum(one.is_ours for one in self.connections)
 
     def add(self, connection: Connection) -> None:
-        """Add a connection. If there are too many, close the new one if it is ours, else the peer's oldest one.
+        """Add a connection. If too many are for our conversations, close the new one; if for the peer's, the oldest.
 
         A new certificate shows that the other side has started again, or is in another network. Then all earlier
         connections are closed, since they are dead and would not be noticed otherwise.
@@ -162,7 +162,7 @@ class Link:
         opening = bytes([len(name)]) + name
         try:
             async with asyncio.timeout(OPEN_TIMEOUT):
-                if protocol != CALLS:  # messages get the first connection, since a second one may take long
+                if protocol != CALLS:  # first open the messages' conversation, or it would wait for a new connection
                     await self._calls()
                 connection = await self._take()
         except TimeoutError:

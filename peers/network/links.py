@@ -29,7 +29,7 @@ from peers.values.wire import Reach, Value, pack, unpack_from
 logger = logging.getLogger(__name__)
 
 HEAD_START = 0.5  # seconds that the peer with the larger id waits to be dialled, before it dials the other peer
-EAGER = 128  # known peers, at most, with which links are made before the links are needed
+EAGER = 128  # number of known peers up to which links with all of them are made in advance
 RETRY_FIRST, RETRY_LAST = 5.0, 60.0  # seconds between attempts to make a link: after the first failure, and at most
 LINK_TIMEOUT = 15.0  # seconds that a stream waits for a link, before it is opened over libp2p
 DIAL_TIMEOUT = 4.0  # seconds to connect to an endpoint, at most
@@ -113,7 +113,7 @@ class Links:
         return self._listener.port if self._listener else 0
 
     def endpoints(self, addresses: Sequence[str]) -> tuple[str, ...]:
-        """Return our endpoints (IP address, TCP port) for others to dial, given our multiaddrs; empty for a client."""
+        """Return our endpoints (IP address, TCP port), given our multiaddrs; none if we accept no links."""
         if not self.port:
             return ()
         mapped = [self._mapper.endpoint] if self._mapper and self._mapper.endpoint else []
@@ -214,7 +214,7 @@ class Links:
 
     def drop_all(self) -> None:
         """Close all links and let them be made again, after this machine's network has changed."""
-        self.credentials = Credentials(self._identity)  # new credentials show that older connections are dead
+        self.credentials = Credentials(self._identity)  # new credentials show peers that older connections are dead
         for peer, way in list(self._ways.items()):
             if way.link.is_up:
                 self.arranging.left.add(peer)
@@ -246,7 +246,8 @@ class Links:
             connection.close()
 
     def _has_room_for(self, connection: Connection) -> bool:
-        """Return True if the peer may have one more connection. Peers with unknown heartbeats share half the limit."""
+        """Return True if the peer may have one more connection. For a peer whose heartbeat is unknown, the limit on
+        all connections is half as high."""
         peer, count = connection.peer, sum(len(way.link.connections) for way in self._ways.values())
         if peer in self._known:
             return count < self._room

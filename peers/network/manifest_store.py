@@ -148,7 +148,7 @@ class ManifestStore:
     def _make_room(self, organiser: str, network: str) -> list[str]:
         """Delete runs until the limits allow one more of this organiser and network. Return the deleted runs' ids.
 
-        Raises: RefusalError when there are too few, and then none is forgotten; OSError.
+        Raises: RefusalError, and deletes no run, when too few runs may be deleted; OSError.
         """
         used_at = self._all()
         forgotten = list[str]()

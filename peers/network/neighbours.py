@@ -52,7 +52,7 @@ def _can_be_dialled(address: str) -> bool:
 
 @asynccontextmanager
 async def announced(peer: str, run: str, addresses: Sequence[str]) -> AsyncIterator[None]:
-    """Announce a peer and its run in the local network during the body. An empty `run`: the peer helps with any run.
+    """Announce a peer and its run in the local network during the body. An empty `run`: the peer is a bootstrap node.
 
     `addresses` are multiaddrs; the first few are announced.
     """
@@ -89,7 +89,7 @@ def _service(peer: str, run: str, addresses: Sequence[str]) -> AsyncServiceInfo 
 
 
 async def neighbours(run: str) -> tuple[str, ...]:
-    """Return multiaddrs announced in the local network: of the run's peers, then of nodes that help with any run."""
+    """Return multiaddrs announced in the local network: of the run's peers, then of bootstrap nodes."""
     if not (interfaces := _local_interfaces()):
         return ()
     try:

@@ -24,16 +24,16 @@ logger = logging.getLogger(__name__)
 SOMEWHERE = ("1.1.1.1", "2606:4700:4700::1111")
 """Addresses on the internet, one of each version. Any would do, and nothing is sent to them."""
 HOST = re.compile(r"/ip[46]/(?P<host>[^/]+)/(?!.*/p2p-circuit)")
-NETWORK_BITS = {4: 24, 6: 48}  # by IP version: bits of the prefix that a provider usually gives one customer
+NETWORK_BITS = {4: 24, 6: 48}  # by IP version: leading bits that the addresses of one owner usually share
 
 INTERVAL = 1.0  # seconds between two looks at this machine's clock and networks
 LONG_SLEEP = 30.0  # seconds of sleep or suspension, after which other peers have closed their connections with us
-CLOCK_JUMP = 2.0  # seconds by which the clock is set between two looks, at least; NTP's gradual changes are smaller
+CLOCK_JUMP = 2.0  # smallest change in seconds between two looks that counts as setting the clock; NTP's are smaller
 LONG_OFFLINE = 10.0  # seconds without a network after which TCP waits long before it repeats lost packets
 
 
 def network_at(address: str) -> str | None:
-    """Return the network of a multiaddr, such as 203.0.113.0/24; None if it has no IP address or is a relay's."""
+    """Return the network of a multiaddr, such as 203.0.113.0/24; None if it has no IP address, or is relayed."""
     match = HOST.match(address)
     return None if match is None else _network_around(_unmapped(match["host"]))
 

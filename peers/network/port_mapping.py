@@ -20,8 +20,8 @@ CLOSING_SECONDS = 2.0  # seconds for a router to end the mapping, which otherwis
 
 
 class PortMapper:
-    """A TCP port of ours that the router forwards while `run` runs. `endpoint` is the router's address and port, at
-    which others can dial us; None without a mapping."""
+    """A mapper of one TCP port of ours: the home router forwards the port while `run` runs. `endpoint` is the router's
+    address and port, at which others can dial us; None without a mapping."""
 
     def __init__(self, port: int, routers: Sequence[Gateway | Upnp] = ()) -> None:
         """Create the mapper of our TCP `port`; `routers` are clients of the home router, one for each protocol."""
@@ -51,7 +51,7 @@ class PortMapper:
                     await self._unmap()
 
     async def _map(self) -> Mapping | None:
-        """Return the first usable mapping; None if there is none. The router of the last mapping is asked first."""
+        """Return the first usable mapping; None if there is none. The last mapping's protocol is tried first."""
         for router in sorted(self._routers, key=lambda router: router is not self._router):
             try:
                 mapping = await router.open(self._port, LIFETIME)

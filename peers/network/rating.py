@@ -49,7 +49,7 @@ class Rater:
         return self._is_free.is_set() and not self._measuring.locked()
 
     async def ask(self, channel: Channel) -> tuple[float, float]:
-        """Return the result of `ask_rating`. Raises also: TimeoutError; PeerRefusedError if this peer is busy."""
+        """Measure the link as `ask_rating` does. Raises also: TimeoutError; PeerRefusedError if this peer is busy."""
         if not self.is_idle:
             raise PeerRefusedError(channel.peer, "this peer is busy now; measure again later")
         async with self._measuring, asyncio.timeout(LIMIT):

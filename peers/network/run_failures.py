@@ -13,7 +13,7 @@ from peers.values.system import now
 logger = logging.getLogger(__name__)
 
 RETRY_FIRST, RETRY_LAST = 5.0, 600.0  # seconds until failed work is retried: after the first failure, and at most
-OTHERS_LAST = 8.0  # seconds, at most, until a retry after others' faults; few, as a leaving volunteer waits for it
+OTHERS_LAST = 8.0  # seconds, at most, until a retry after an error of `others_fault`; a leaving volunteer waits for it
 QUIET = 60.0  # seconds between two log lines about faults that the operator cannot repair
 
 

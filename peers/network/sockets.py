@@ -61,7 +61,10 @@ def raise_file_limit() -> int:
 
 
 def listen(hosts: Sequence[str], port: int) -> list[socket.socket]:
-    """Return sockets that listen at one port of each address that this machine has. Raises: LocalNetworkError."""
+    """Return sockets that listen at one port of each of the `hosts` that is an address of this machine.
+
+    Raises: LocalNetworkError.
+    """
     listeners: list[socket.socket] = []
     failure = OSError("there is no address to listen at")
     try:

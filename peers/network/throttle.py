@@ -16,7 +16,7 @@ from peers.values.system import now
 PIECE = 1 << 18  # bytes that a stream sends at once, at most
 PIECE_SECONDS = 0.1  # seconds that one piece takes, at most, at a limited rate
 READING_PIECE = 1 << 20  # bytes that are read at once if the rate is not limited
-BURST = 0.05  # seconds of idle time, at most, whose unused bytes may pass later, above the rate
+BURST = 0.05  # after an idle time, the bytes of this many seconds may pass at once, above the rate
 WINDOW = 0.5  # seconds of a window in which a rate is measured, at least
 IDLE = 1.0  # seconds; a longer time without a chunk does not count, since the link had nothing to carry
 WINDOWS = 128  # windows of a round, at most; in a long round each window is longer

@@ -35,7 +35,7 @@ URL_LENGTH = 512  # characters of a URL that a device gives, at most
 CONFLICT, ONLY_PERMANENT_LEASES = "718", "725"  # UPnP error codes of AddPortMapping
 
 SEARCH_ADDRESS = ("239.255.255.250", 1900)
-SEARCH_SECONDS = SEARCH_WAIT + 0.5  # seconds; devices reply at a random time within SEARCH_WAIT, and packets take time
+SEARCH_SECONDS = SEARCH_WAIT + 0.5  # seconds to wait for replies to a search: SEARCH_WAIT, and time for the packets
 DEVICE_LIMIT = 4  # devices asked after one search, at most, and services asked of one device, at most
 HTTP_SECONDS = 5.0  # seconds for one HTTP request and its answer
 HTTP_LIMIT = 128 * 1024  # bytes of one HTTP answer, at most

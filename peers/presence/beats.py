@@ -41,11 +41,12 @@ REFRESH_SHARE = 0.4
 """Fraction of a heartbeat's lifetime between two signed heartbeats: short, so that a copied key is noticed in time."""
 STALE_SHARE = 0.8  # fraction of a signed heartbeat's lifetime after which its peer is asked for a new one
 AUDIENCE_LIMIT = 128  # maximum number of peers to which this peer sends beats
-NEW_AT_ONCE = 64  # calls at one time, at most, to peers that have confirmed no heartbeat of ours: they may be made up
+NEW_AT_ONCE = 64  # calls at one time, at most, to peers that have confirmed no heartbeat of ours, and may be made up
 PAUSE_FIRST, PAUSE_LAST = 1.0, 30.0  # seconds without calls to a silent peer: after its first failure, and the maximum
-# Limits on pages of heartbeats for one peer: bytes at once, bytes a second; and their multiple for all peers together.
+# Limits on heartbeats handed out to one peer: bytes at once, and bytes a second. The limits for all peers together are
+# TOGETHER times as high.
 WHO_BURST, WHO_RATE, TOGETHER = 1 << 19, 1 << 16, 4
-# Limits on heartbeats from unknown peers, which must be verified: bytes at once, bytes a second.
+# Limits on heartbeats from all unknown peers together, since each must be verified: bytes at once, and bytes a second.
 STRANGERS_BURST, STRANGERS_RATE = 1 << 18, 1 << 16
 ON_THE_WAY = frozenset({"sequence", "state", "view", "inner_step", "speed", "leads", "tokens_per_second", "loss"})
 """Fields of a heartbeat whose change needs no new signed heartbeat; beats carry most of them."""
@@ -257,7 +258,10 @@ class Beats:
         return is_new
 
     def _take_answered(self, peer: str, signed: bytes, now: float, wall: float) -> None:
-        """Store a heartbeat from a peer's answer: its own, or one signed by our key. Raises: RemoteProtocolError."""
+        """Record a heartbeat in a peer's answer: its own, or another machine's with our key.
+
+        Raises: RemoteProtocolError.
+        """
         heartbeat = Heartbeat.verify(signed, self.run)
         if heartbeat.peer not in (peer, self.me):
             raise RemoteProtocolError(peer, f"it sent the heartbeat of {heartbeat.peer}")
@@ -272,7 +276,7 @@ class Beats:
         return not self._refusal(heartbeat, wall) and self.store.take(heartbeat, signed, now, wall)
 
     def _take_beat(self, peer: str, beat: Beat, now: float, wall: float) -> bool:
-        """Store a peer's beat. Return False if we need a newer signed heartbeat of the peer to understand the beat."""
+        """Store a peer's beat if it fits the peer's signed heartbeat. Return False if we need a newer signed one."""
         kept = self.store.get(peer)
         if kept is None or beat.incarnation != kept.heartbeat.incarnation or is_from_the_future(beat.sequence, wall):
             return False

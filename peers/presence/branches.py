@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from peers.presence.presence import Presence
 
 VAIN = 2
-"""Failed requests for a peer's log, after which no peer waits for that log."""
+"""Number of failed requests for a peer's log, after which its claims count as unproven."""
 FORGOTTEN = 3600.0
 """Seconds after which the failed requests to a peer are forgotten."""
 
@@ -144,10 +144,11 @@ class Branches:
         return state_named(log, self._live().values(), own_digest)
 
     def are_most_elsewhere(self, doubt: LogState, branch: Branch, incarnation: int) -> bool | None:
-        """Return True if enough live voters for a quorum are not on `branch`, otherwise False. The voters are those of
-        the log `doubt`, after which a minority made `branch`. This peer, if it votes, counts as not on `branch`.
+        """Return True if enough live voters for a quorum are not on `branch`, False if too few, None if not known.
 
-        None: it depends on peers that are further on than the branch is known. `incarnation` is ours.
+        The voters are those of the log `doubt`, after which a minority made `branch`. This peer, if it votes, counts as
+        not on `branch`. It is not known if it depends on peers that are further on than the known part of the branch.
+        `incarnation` is ours.
         """
         beats = [beat for beat in self._live().values() if doubt.counts(beat.peer, beat.incarnation)]
         end = branch.end.position.index
@@ -201,14 +202,14 @@ def reported_state(branch: Branch, beats: Iterable[Heartbeat], place: LogState) 
 
 
 def _has_parted(beat: Heartbeat, place: LogState, branch: Branch) -> bool:
-    """Return True if a peer is on another branch than `branch`, and not before the index of `place`."""
+    """Return True if a peer has reached the index of `place`, but on another branch than `branch`."""
     head = place.position.head if beat.index == place.position.index else branch.heads.get(beat.index)
     return beat.index >= place.position.index and head not in (None, beat.head)
 
 
 def _state_named_by(beat: Heartbeat, place: LogState, branch: Branch) -> bytes:
-    """Return the state digest that a peer names for a place. If it is further on along the branch, it had the state
-    that the branch's next entry claims."""
+    """Return the state digest that a peer names for a place: its own if it is there, the one that the branch's next
+    entry claims if the peer is further on along the branch, otherwise UNKNOWN_STATE."""
     if beat.head == place.position.head:
         return beat.state_digest
     has_gone_on = beat.index > place.position.index and branch.heads.get(beat.index) == beat.head

@@ -14,8 +14,8 @@ tenths of the lifetime, and reach us within two tenths."""
 
 @dataclass
 class _Life:
-    """A life: one start of another process with our key. `baseline` is the latest sequence that may already have been
-    on its way when the life was first heard."""
+    """A life: one start of another process with our key. `baseline` is the sequence of the last heartbeat that may
+    already have been sent when we first heard of the life."""
 
     first_at: float
     baseline: int

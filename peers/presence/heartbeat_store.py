@@ -28,7 +28,7 @@ class Kept:
     """The newest signed heartbeat."""
     signed: bytes
     newest: Heartbeat
-    """The same, updated by the beats since then."""
+    """The newest signed heartbeat, updated by the beats since then."""
     taken_at: float
     """The time at which the signed heartbeat came."""
     first_at: float

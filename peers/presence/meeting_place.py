@@ -17,8 +17,8 @@ SAMPLE = 32  # number of a run's peers whose heartbeats are in the DHT; all of a
 ELDERS = 16  # peers of the SAMPLE that are the run's oldest; the others are drawn by lot
 SAMPLE_PERIOD = 60.0  # seconds after which the peers drawn by lot are drawn anew
 ARRIVAL = 60.0  # seconds after a peer's start in which it learns of all older peers
-STORE_SHARE = REFRESH_SHARE  # fraction of a heartbeat's lifetime between two heartbeats in the DHT
-SEARCH_SHARE = 0.25  # least fraction of a heartbeat's lifetime between two searches of the DHT
+STORE_SHARE = REFRESH_SHARE  # fraction of a heartbeat's lifetime after which a newer one is stored in the DHT
+SEARCH_SHARE = 0.25  # least pause between two searches of the DHT if CALM (below): fraction of a heartbeat's lifetime
 # The pause between two searches is this many seconds times the number of known other peers: CALM if one of them was
 # heard over a link lately (and for visitors), otherwise UNEASY.
 SEARCH_CALM, SEARCH_UNEASY = 0.5, 0.05

@@ -13,7 +13,7 @@ from peers.presence.heartbeat import Heartbeat, PeerState
 PARTICIPATING = frozenset({PeerState.TRAINING, PeerState.READY, PeerState.AVERAGING})
 """States in which a peer holds the run's state and works on the next entry."""
 DONATING = PARTICIPATING | {PeerState.ARCHIVING}
-"""States in which a peer has the run's state to give."""
+"""States in which a peer can send the run's state to others."""
 FORGOTTEN = 3600.0
 """Seconds of silence after which a peer is forgotten; heartbeats older than that are expired everywhere."""
 SEEN_LIMIT = 10_000

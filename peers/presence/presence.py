@@ -11,7 +11,7 @@ from peers.presence.membership import IsFarewell, Membership, Roll
 from peers.presence.reachability import Reachability
 
 LINKS_PATIENCE = 20.0
-"""Seconds after its start in which a peer seeks links to all others before it takes part; a relay's takes ten."""
+"""Seconds after its start in which a peer seeks links to all others before it takes part; a link by relay takes ten."""
 
 
 class Presence:
@@ -96,8 +96,8 @@ class Presence:
         return self.membership.departed(log).issuperset(log.voters)
 
     def are_most_here(self, log: LogState, incarnation: int, along: Collection[str] = ()) -> bool:
-        """Return True if the live peers not further on than the log, and this peer in our `incarnation`, are a quorum.
-        Peers further on count, too, unless they are in `along`, because they are then on another branch."""
+        """Return True if the live peers, and this peer in our `incarnation`, are a quorum, without the peers in `along`
+        that are further on than the log. Other peers further on count, because they are on another branch."""
         live, index = self.live(), log.position.index
         others = [beat for peer, beat in live.items() if beat.index <= index or peer not in along]
         incarnations = {beat.peer: beat.incarnation for beat in others}

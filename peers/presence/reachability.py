@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from peers.values.wire import Reach
 
 SEEN_LIMIT = 64
-"""Peers whose rates one Ready reports: enough to check a claim, and few in a swarm of a thousand."""
+"""Peers whose rates one Ready reports: enough to check the rates that they claim, and few in a large swarm."""
 DOUBT = 300.0
-"""Seconds without direct data, if possible, to a peer that chunks did not reach."""
+"""Seconds for which as little data as possible is exchanged with a peer that chunks did not reach."""
 
 
 class Reachability:
@@ -53,7 +53,7 @@ class Reachability:
         self._doubted_until.pop(peer, None)
 
     def round_begins(self, fragment: int = 0) -> None:
-        """Forget the failed chunks of this fragment's last round, because the peers may not have been in it."""
+        """Forget the failed chunks of this fragment's earlier rounds: a peer is doubted for failures in one round."""
         self._failing_since = {
             failing: since for failing, since in self._failing_since.items() if failing[1] != fragment
         }
