@@ -26,8 +26,8 @@ def golden_values(name: str) -> reference.Floats:
     ties = np.arange(count) % 9 == 0
     values[ties] = (generator.integers(-24, 25, count)[ties] / 4).astype(np.float32)
     values[200:204] = np.float32(0), np.float32(-0.0), np.float32(1e-40), np.float32(-1e-42)
-    # Values from index 600 on make the unit of their block a power of two. Multiples of a quarter of this unit are
-    # therefore exact in fp32, and ties between two levels, too.
+    # In formats with an absmax, this value gives its block the unit 1. The ties between two levels are multiples of a
+    # quarter of the unit, and so exact in fp32.
     values[600] = {"int8": 127, "uint4": -1, "e3m0": -64, "fp16": 1}.get(name, 12)
     if name == "uint4":
         values[600:768] = np.clip(values[600:768], -1, 14)

@@ -283,7 +283,7 @@ class RunHistory:
         return self.view
 
     def _take_losses(self, view: RunView) -> None:
-        """Add the losses that peers report to the curves. The training curve gets the peers' median, which less than
+        """Add to the curves the losses that peers report. The training curve gets the peers' median, which less than
         half of the peers cannot falsify."""
         inner_steps = view.run.config.training.inner_steps
         training = [beat for beat in view.working if beat.loss is not None and beat.index == view.outer_step]
@@ -551,7 +551,7 @@ class RunWatches:
                 await cancel_and_wait(*updating.values())
 
     def _update(self) -> None:
-        """Update the set of runs from their sources. While the sources cannot be read, keep the known runs."""
+        """Add runs with a new source, and remove runs without a source. If the sources cannot be read, do nothing."""
         try:
             sources = {source.run.run_id: source for source in self._sources()}
         except Exception:
