@@ -19,7 +19,7 @@ SEED = 20_241_121
 
 def golden_values(name: str) -> reference.Floats:
     """Return the values to encode in format `name`: normal noise with blocks of different magnitudes, in which every
-    ninth value lies half way between two levels."""
+    ninth value is a multiple of 1/4, so that some values lie half way between two levels."""
     generator, count = np.random.default_rng(SEED), max(1024, reference.BLOCK[name]) + RAGGED
     values = generator.standard_normal(count).astype(np.float32)
     values[:128] *= np.float32(1e-3)

@@ -11,7 +11,7 @@ struct results {
     float *decoded, *sum, *theta, *momentum, *residual;
 };
 
-/* Runs all operations on the same arguments. The payload begins at an odd address, and floats at one unaligned for vectors. */
+/* Runs all operations on the same arguments. The payload begins at an odd address, floats at one unfit for vectors. */
 static struct results results_of(int32_t format, int is_stochastic, const float *values, const float *other,
                                  int64_t count)
 {

@@ -197,7 +197,7 @@ def build_model(
 
 def _bytes_to_build(skeleton: Any) -> int:
     """Return the bytes of memory needed to build a model: its parameters, its buffers (in some architectures
-    also a mask with a value for each pair of positions), and two copies of the largest buffer, which constructors make."""
+    also a mask over all pairs of positions), and two copies of the largest buffer, which constructors make."""
     buffers = [each.nbytes for each in skeleton.buffers()]
     parameters = VALUE_BYTES * sum(each.numel() for each in skeleton.parameters())
     return int(parameters + sum(buffers) + 2 * max(buffers, default=0))
