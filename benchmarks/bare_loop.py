@@ -127,7 +127,7 @@ class BareLoop:
 
 
 def fused(optimizer: torch.optim.Optimizer, section: InnerOptimizerSection) -> torch.optim.Optimizer:
-    """Return AdamW with the same options and torch's fused step. Return any other optimizer unchanged."""
+    """Return, for AdamW, a copy of `optimizer` that uses torch's fused step; otherwise `optimizer` itself."""
     if section.kind != "adamw":
         return optimizer
     groups = [{name: group[name] for name in KEPT_OPTIONS} for group in optimizer.param_groups]

@@ -69,8 +69,8 @@ def save_at_once(save: Callable[[Path], object], path: Path) -> float:
 
 
 async def save_in_a_process(state: OuterState, plan: KeepingPlan) -> tuple[float, float, float]:
-    """Save a checkpoint in diloco-peer's writer process, and return three times in seconds: the trainer's slowdown, the
-    time until the state is copied, and the time until the checkpoint is flushed to the disk."""
+    """Save a checkpoint in diloco-peer's writer process. Return the seconds by which copying slows the trainer
+    down, the seconds until the state is copied, and the seconds until the checkpoint is flushed to the disk."""
     plan.folder.mkdir(parents=True, exist_ok=True)
     storage = FolderStorage(plan.folder, available_memory)
     memory = storage.snapshot(state.theta.nbytes + state.momentum.nbytes)

@@ -57,7 +57,7 @@ def measure(limits: Any, arrays: Arrays, threads: int, rounds: int, compile_too:
 
 def row_of(name: str, seconds: dict[str, list[float]], arrays: Arrays, threads: int) -> dict[str, Any]:
     """Return the table's row on one kernel or library function: its speed in 10⁹ values a second, and as a share of the
-    memory's limit and of pypiquant's speed."""
+    speed that the memory allows and of pypiquant's."""
     return {
         "contender": name,
         "values": f"{arrays.count / 2**20:g} M",

@@ -169,7 +169,8 @@ async def measure(names: Sequence[str], values: int, places: Sequence[Place], re
     async with AsyncExitStack() as stack:
         logs = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="averaging-")))
         sizes = ["--values", values, "--peers", len(places)]
-        ours = [OUR_PEER, *sizes, "--contribution-format", "int8"]  # one format: all peers must send equally many bytes
+        # The format is fixed, so that all peers send equally many bytes.
+        ours = [OUR_PEER, *sizes, "--contribution-format", "int8"]
         peers = await start_peers(stack, [[*ours, *place.ours] for place in places], places, logs)
         groups = {OURS: Group(contenders[0], peers)}
         if others:

@@ -1,5 +1,6 @@
-/* What the memory allows: loops that move the bytes of an operation and do next to nothing with them. Built with
- * -march=native when a benchmark starts. Each is split over threads that live for the call, as the kernels' work is. */
+/* Loops that move the same bytes as an operation of the kernels and compute almost nothing, to measure the speed that
+ * the memory allows. They are built with -march=native when a benchmark starts. Each is split over threads that end
+ * with the call, like the kernels' work. */
 #include <pthread.h>
 #include <stdint.h>
 #include <string.h>

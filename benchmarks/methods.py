@@ -197,7 +197,7 @@ def _cycles(reference: Reference, method: Method, outer_steps: int) -> Iterator[
 
 
 def _rosters(method: Method, outer_steps: int, batch_size: int, fragments: int) -> Iterator[list[Work]]:
-    """For each outer step, yield the work that its members do.
+    """Yield, for each outer step, the work that its members do.
 
     The last replicas are slow, late or thin. Two late replicas take turns: one is a member of every other outer step,
     the second one of those in between.

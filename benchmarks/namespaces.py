@@ -69,8 +69,8 @@ def has_iperf3() -> bool:
 
 
 def rates_alone(namespaces: Sequence[str], streams: int) -> LinkRates:
-    """Return the speeds of each namespace's link, measured for one link and one direction at a time, while all other
-    namespaces send to the link's namespace, or receive from this namespace."""
+    """Return the speeds of each namespace's link, each measured alone: `up` while only the link's namespace
+    sends, to all others, and `down` while only this namespace receives, from all others."""
     up = [sum(flows([pair for pair in _pairs(namespaces) if pair[0] == one], streams).values()) for one in namespaces]
     if len(namespaces) == 2:
         return LinkRates(tuple(up), tuple(reversed(up)))

@@ -23,8 +23,8 @@ Event = dict[str, Any]
 END_SECONDS = 15.0
 LOOK_SECONDS = 0.1
 LOG_LINES = 5
-# Indices of fields in `/proc/PID/stat`, counted from the process's state. Four consecutive fields are times: the user
-# and the system time of the process, and both times of its ended children.
+# Indices of fields in `/proc/PID/stat`, counted from the process's state. Four times begin at USER_TIME: the user and
+# the system time of the process, and both times of its ended children.
 STATE, PARENT, USER_TIME = 0, 1, 11
 MEMORY_FILE = b"/memfd:diloco-peer"
 

@@ -255,7 +255,7 @@ def main(
     config = config if data is None else with_text(config, data)
     is_gpu = device != "cpu"
     machine = Machine(
-        FIRST_GPU if device == "cuda" else device,  # for a volunteer, "cuda" means all GPUs
+        FIRST_GPU if device == "cuda" else device,  # a volunteer would use all GPUs for "cuda", but the loops use one
         threads,
         cpu_workers,
         micro_batch or config.training.micro_batch or config.training.batch_size,

@@ -13,8 +13,8 @@ static int always(void)
 #if defined(__x86_64__)
 #include <cpuid.h>
 
-/* What the processor has, and what the system keeps of it when it switches threads. The compilers have a builtin for
-   that, but it always says no where zig's runtime library is linked (0.17), with which the wheels are built. */
+/* The processor's extensions, and the registers that the system saves when it switches threads. The compilers' builtin
+   for these tests always returns false with zig's runtime library (0.17), with which the wheels are built. */
 static unsigned processor_extensions(void)
 {
     unsigned eax, ebx, ecx, edx;
@@ -48,7 +48,8 @@ static int has_avx512(void)
 }
 #endif
 
-/* Slowest first. What asks for instructions is here, in a file that doesn't use them. */
+/* The sets, slowest first. This file, which finds out the supported ones, is itself compiled without their
+ * instructions. */
 static const struct {
     const struct tile_kernels *kernels;
     int (*is_supported)(void);
@@ -74,7 +75,7 @@ static const struct tile_kernels *fastest(void)
     return &diloco_scalar;
 }
 
-/* NULL if this processor or this build doesn't have it. */
+/* Returns the set of this name, or NULL if this processor or this build does not support it. */
 static const struct tile_kernels *find(const char *name)
 {
     for (int i = 0; i < SETS; i++)

@@ -1,5 +1,5 @@
 /* The processor's floating-point settings: rounding to nearest, subnormals kept, nothing trapped. A caller's thread may
- * have others (torch.set_flush_denormal(True) changes them), with which other bits would come out. */
+ * have other settings (torch.set_flush_denormal(True) changes them), with which the results would have other bits. */
 #ifndef DILOCO_FLOAT_SETTINGS_H
 #define DILOCO_FLOAT_SETTINGS_H
 
@@ -13,7 +13,7 @@ static inline void restore_float_settings(float_settings settings)
     _mm_setcsr(settings);
 }
 
-/* Returns those before. */
+/* Returns the settings before this call. */
 static inline float_settings use_default_float_settings(void)
 {
     float_settings before = _mm_getcsr();

@@ -1,4 +1,4 @@
-/* The formats of a payload: how n floats become bytes. This is their one home; everything else refers to it.
+/* The formats of a payload: how n floats become bytes. They are defined only here.
  *
  * A payload is a row of blocks of `values` consecutive values; the last block may be shorter. A block is a header of
  * `header` bytes, then one code for each `values_a_code` values. All blocks but the last take the same number of bytes,
@@ -16,7 +16,7 @@
  *   e2m1           1024  unit           sign+3 bits  ± unit * level       the same, one scale for a long block
  *   e3m0           1024  unit           sign+3 bits  ± unit * level       Streaming DiLoCo, arXiv 2501.18512
  *   fp16           1024  none           binary16     the code's value     IEEE 754-2019
- *   sparse         4096  low, high      where, what  ± low or ± high      SparseLoCo, arXiv 2508.15706
+ *   sparse         4096  low, high      index+2 bits ± low or ± high      SparseLoCo, arXiv 2508.15706
  *
  * To scale block by block is from arXiv 2110.02861. PRIME's int8 (arXiv 2412.01152) is another format: 256 buckets over
  * six standard deviations to both sides of a tensor's mean, and the mean of each bucket as a codebook beside the codes.
@@ -27,8 +27,9 @@
  * on, a code is the value's index in its block (12 bits), whether it is high (1 bit), and its sign (1 bit). Indices
  * ascend strictly. Codes that are left over are 0 and come last, where no index can be 0 but that of the first code.
  * low and high are bfloat16, the upper halves of fp32. Both are 0 where there is nothing to keep; they are equal, and no
- * code is high, where one level is enough. The paper keeps as many and spends as many bits; that the two levels are the
- * means of the smaller and of the larger magnitudes, with which no block's error is larger than without it, is ours.
+ * code is high, where one level is enough. The paper keeps as many values and spends as many bits on each. Only the
+ * choice of the levels is ours: they are the means of the smaller and of the larger magnitudes, so that no block's
+ * error is larger than with one level.
  *
  * Encoding, with every operation rounded to fp32:
  *   int8, e2m1, e3m0   unit = absmax / largest level (127, 12, 64); v = value * (largest level / absmax)
@@ -65,7 +66,7 @@ struct format {
     int32_t values; /* in a block */
     int32_t header; /* bytes before the codes */
     int32_t bits;   /* of a code */
-    int32_t is_stochastic; /* whether it can be rounded so */
+    int32_t is_stochastic; /* 1 if it has stochastic rounding, else 0 */
     int32_t values_a_code;
 };
 

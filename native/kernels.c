@@ -1,4 +1,4 @@
-/* The operations, tile by tile: a source of floats, an encoder; or a decoder, and what becomes of its floats. */
+/* The operations, tile by tile: encoding takes floats from a `source`, and decoding passes a tile to a `sink`. */
 #include "kernels.h"
 
 #include <stddef.h>
@@ -7,7 +7,7 @@
 #include "parallel.h"
 #include "stream.h"
 
-/* Above this many values a result is written past the caches, which it would only sweep. */
+/* From this many values on, a result is written past the caches, because it would only push other data out of them. */
 enum { STREAMED_VALUES = 1 << 20 };
 
 static inline int64_t tiles_of(int32_t format, int64_t count)
@@ -30,7 +30,7 @@ static inline int64_t bytes_of_tile(int32_t format)
     return bytes_of_values(&diloco_formats[format], values_of_tile(format));
 }
 
-/* The tile of an array that begins with value `next`. */
+/* Adds an array's tile that begins with value `next` to the tiles to prefetch. */
 static inline void add_ahead(struct ahead *ahead, const void *array, int64_t next, int64_t bytes_a_value)
 {
     ahead->tiles[ahead->arrays++] = (const uint8_t *)((uintptr_t)array + (uintptr_t)(next * bytes_a_value));
@@ -43,16 +43,17 @@ static int64_t block_of(int32_t format, int64_t tile, int64_t refused_in_tile)
 
 struct encoding {
     const struct tile_kernels *chosen;
-    /* Floats of the tile that begins with value `start`: either where they lie, or in `room`; NULL: there are none. */
+    /* Returns the floats of the tile that begins with value `start`, in their array or computed into `room`; NULL if a
+     * payload to average is refused. */
     const float *(*source)(const struct encoding *encoding, const struct tile_kernels *kernels, int64_t start,
                            int64_t length, float *room);
     int32_t format;
     struct rounding rounding;
     const float *values; /* or theta, or accumulator */
-    const void *local;   /* and the next two: only of a difference */
+    const void *local;   /* this and the next two: only for a difference */
     int32_t local_is_bfloat16;
     float *residual;
-    const uintptr_t *payloads; /* and the next two: of payloads to average */
+    const uintptr_t *payloads; /* this and the next two: only for payloads to average */
     const float *weights;
     int32_t payload_count;
     float divisor;
@@ -234,7 +235,7 @@ int64_t diloco_average(int32_t format, int32_t is_stochastic, uint64_t seed, int
 
 struct decoding {
     const struct tile_kernels *chosen;
-    /* What becomes of a tile's blocks, once they are checked. NULL: nothing. */
+    /* Decodes and uses a tile's blocks after they are checked; NULL only checks them. */
     void (*sink)(const struct decoding *decoding, const struct tile_kernels *kernels, const uint8_t *payload,
                  int64_t start, int64_t length, const struct ahead *ahead);
     int32_t format;

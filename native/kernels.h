@@ -46,18 +46,18 @@ int64_t diloco_finish_average(int32_t format, int32_t is_stochastic, uint64_t se
                               uintptr_t accumulator, float total_weight, int64_t count, uintptr_t payload,
                               int32_t threads);
 
-/* Encode (sum of weight * decoded payload) / total_weight, added up in the order of the payloads, whose addresses these
- * are. The same bytes as with diloco_accumulate into zeros and diloco_finish_average. A tile is refused at its first
- * block, when no encoder makes what one of the payloads has there. */
+/* Encode (sum of weight * decoded payload) / total_weight, added up in the order of `payloads`, their addresses. The
+ * bytes are those of diloco_accumulate into zeros and diloco_finish_average. If no encoder makes a payload's block, the
+ * first block of its tile is refused. */
 int64_t diloco_average(int32_t format, int32_t is_stochastic, uint64_t seed, int64_t first_block,
                        const uintptr_t *payloads, const float *weights, int32_t payload_count, float total_weight,
                        int64_t count, uintptr_t payload, int32_t threads);
 
-/* Refuse what no encoder makes. The four below it do so, too, block by block as they go. */
+/* Refuse a payload that no encoder makes. The other functions that decode also refuse it, when they reach the block. */
 int64_t diloco_check_payload(int32_t format, uintptr_t payload, int64_t count, int32_t threads);
 
-/* The sum of the squares of what the payload decodes to, in double, the same bits on every machine; refuses what no
- * encoder makes. Not to be split: where the sums are cut is part of the result. */
+/* Set `squared` to the sum of the squares of the decoded values, in double, with the same bits on every machine. Give
+ * the whole payload: sums of parts would be rounded in another way. */
 int64_t diloco_squared_norm(int32_t format, uintptr_t payload, int64_t count, double *squared);
 
 /* values = decoded payload. */

@@ -6,7 +6,8 @@
 
 enum { LANES = 8 };
 
-/* The sum of squares of a block of int8 fits an integer; a unit's square, and hardly less the product, fits a double. */
+/* For int8: the sum of a block's squared codes fits an int32, a unit's square is exact in double, and only their
+ * product is rounded. */
 static double squared_int8(const uint8_t *block, int64_t length)
 {
     const int8_t *codes = (const int8_t *)block + 4;
@@ -18,7 +19,7 @@ static double squared_int8(const uint8_t *block, int64_t length)
     return (double)unit * (double)unit * (double)sum;
 }
 
-/* Of any format: floats' squares are exact as doubles, and are added up in eight lanes, whoever compiles this. */
+/* For the other formats: floats' squares are exact in double, and are added up in eight lanes on every machine. */
 static double squared_floats(const float *values, int64_t length)
 {
     double lanes[LANES] = {0}, sum = 0;

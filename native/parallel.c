@@ -24,8 +24,8 @@ static void note_refusal(struct job *job, int64_t refused)
         ;
 }
 
-/* Takes chunks in their order until none is left or one was refused: so all before the refused one were taken, too,
- * and the least refusal is the first. */
+/* Works on chunks of tiles in their order, until none is left or a block is refused. All chunks before the refused
+ * block are then taken by a thread, too, so that the least refusal is that of the payload's first refused block. */
 static void *take_chunks(void *shared)
 {
     struct job *job = shared;
@@ -47,7 +47,7 @@ static int start_threads(struct job *job, pthread_t *threads, int wanted)
 {
     sigset_t all, before;
     int started = 0;
-    sigfillset(&all); /* signals are the caller's: a thread of ours never runs a handler */
+    sigfillset(&all); /* so that only the caller's threads run signal handlers */
     pthread_sigmask(SIG_SETMASK, &all, &before);
     while (started < wanted && pthread_create(&threads[started], 0, take_chunks, job) == 0)
         started++;

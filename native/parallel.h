@@ -8,9 +8,9 @@
 /* Does tiles [first, last); returns 0, or 1 + the index of the first block it refuses. */
 typedef int64_t work_on_tiles(const void *operation, int64_t first, int64_t last);
 
-/* All `tiles`, with up to `threads` threads including the caller's (1 if threads can't be started). Returns the least
- * refusal. Which thread does a tile changes nothing in the result. Floats are handled as IEEE 754 says, subnormals
- * included, whatever the caller's floating-point settings. */
+/* Works on all `tiles` with up to `threads` threads, including the caller's (alone if no thread can be started).
+ * Returns the least refusal, or 0. The result does not depend on which thread works on which tile, nor on the caller's
+ * floating-point settings: IEEE 754 holds, subnormals included. */
 int64_t diloco_run_tiles(work_on_tiles *work, const void *operation, int64_t tiles, int32_t threads);
 
 #endif

@@ -1,5 +1,5 @@
 /* Random bits for stochastic rounding, from a counter: value i of block b under seed s always gets the same 16 bits,
- * whoever computes them, in whatever order.
+ * on every machine and in any order.
  *
  * A block's 64-bit key is splitmix64's output number b + 1 for the seed (Steele, Lea, Flood 2014). Word w of a block is a
  * bijective 32-bit mix of w and both halves of the key, with the multipliers of hash-prospector's best two-round hash

@@ -16,7 +16,7 @@ static float largest_magnitude(const float *values, int64_t length)
     return float_of(largest);
 }
 
-/* The integer next to v, or, by chance, one of the two beside it. */
+/* Returns the integer nearest to v, or, with stochastic rounding, one of the two integers around v. */
 static int32_t round_linear(float v, const struct rounding *rounding, struct key key, int64_t index)
 {
     if (!rounding->is_stochastic)
@@ -25,7 +25,7 @@ static int32_t round_linear(float v, const struct rounding *rounding, struct key
     return (fixed_point + (int32_t)random_bits(key, index)) >> 16;
 }
 
-/* The code of a 4-bit float: `shift` bits of an fp32 number lie below its last one. */
+/* Returns the code of a 4-bit float for w. `shift` is the number of low bits of t (see formats.h) below the code. */
 static uint8_t round_exponential(float w, int shift, const struct rounding *rounding, struct key key, int64_t index)
 {
     float magnitude = fabsf(w);
@@ -51,10 +51,10 @@ static uint8_t half_byte(const uint8_t *codes, int64_t index)
     return index % 2 == 0 ? codes[index / 2] & 15 : codes[index / 2] >> 4;
 }
 
-/* One block of a format; `key` is for its random bits. Returns whether it could be encoded. */
+/* Encodes one block; `key` is the key of its random bits. Returns 1, or 0 if the block cannot be encoded. */
 typedef int encode_block(const float *values, int64_t length, const struct rounding *rounding, struct key key,
                          uint8_t *block);
-/* Whether an encoder can have made it. */
+/* Returns 1 if an encoder can have made the block, else 0. */
 typedef int check_block(const uint8_t *block, int64_t length);
 typedef void decode_block(const uint8_t *block, int64_t length, float *values);
 

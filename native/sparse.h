@@ -8,7 +8,7 @@ enum {
     HIGH = 1 << 12,
     NEGATIVE = 1 << 13,
     COLUMNS = 2 * SPARSE_CODES,
-    LOOKED_AT = 16, /* values together, to pass over them if all are too small */
+    LOOKED_AT = 16, /* values that are skipped together if all are too small */
     SMALLEST_KEPT = 0x00800000, /* the bits of FLT_MIN, the smallest normal number */
     SMALLEST_LEVEL = 0x0080,    /* the same as bfloat16 */
     LARGEST_LEVEL = 0x5f00,     /* 2^63 */
@@ -28,7 +28,7 @@ static int64_t count_at_least(const int32_t *magnitudes, int64_t count, int32_t 
     return found;
 }
 
-/* The largest number that at least `wanted` magnitudes reach, found bit by bit: the wanted-largest of them. */
+/* Returns the `wanted`-th largest magnitude, found bit by bit: the largest number that `wanted` magnitudes reach. */
 static int32_t find_threshold(const int32_t *magnitudes, int64_t count, int64_t wanted)
 {
     int32_t threshold = 0;
@@ -59,7 +59,7 @@ static int has_any_at_least(const float values[LOOKED_AT], int32_t least)
     return found;
 }
 
-/* Magnitudes of `least` and above, and where they are. Returns how many. */
+/* Collects the magnitudes that are at least `least`, and their indices. Returns their number. */
 static int64_t collect(const float *values, int64_t length, int32_t least, int32_t *magnitudes, uint16_t *indices)
 {
     int64_t found = 0;
@@ -76,7 +76,7 @@ static int64_t collect(const float *values, int64_t length, int32_t least, int32
     return found;
 }
 
-/* Leaves the `wanted` largest of the `found`, in the same order. Returns how many there are. */
+/* Keeps only the `wanted` largest of the `found` magnitudes, in the same order. Returns the number kept. */
 static int64_t keep_largest(int64_t wanted, int64_t found, int32_t *magnitudes, uint16_t *indices)
 {
     if (found <= wanted)
@@ -105,7 +105,7 @@ static float value_of_bfloat16(uint16_t upper_half)
 
 struct levels {
     uint16_t low, high;
-    double middle; /* what is above it is high */
+    double middle; /* magnitudes above it are high */
 };
 
 static struct levels find_levels(const int32_t *magnitudes, int64_t kept)
@@ -139,7 +139,7 @@ static void put_codes(const uint16_t *codes, int64_t count, uint8_t *to)
         *to = (uint8_t)waiting;
 }
 
-/* Returns the bits that are left in the last byte. */
+/* Reads `count` codes, and returns the unused bits of the last byte. */
 static uint32_t get_codes(const uint8_t *from, int64_t count, uint16_t *codes)
 {
     uint32_t waiting = 0;
@@ -171,7 +171,7 @@ static int64_t codes_of_sparse(int64_t length)
     return codes_of_block(&diloco_formats[SPARSE], length);
 }
 
-/* How many codes stand for a value, in a block that isn't all zeros. */
+/* Returns the number of codes that stand for a value, in a block with a nonzero value. The other codes are padding. */
 static int64_t count_used(const uint16_t *codes, int64_t count)
 {
     int64_t used = 1;
@@ -180,8 +180,8 @@ static int64_t count_used(const uint16_t *codes, int64_t count)
     return used;
 }
 
-/* At least as many values as are wanted are no smaller than the wanted-largest of the columns' maxima; usually hardly
- * more, so that all others needn't be looked at again. */
+/* The `wanted`-th largest of the columns' maxima is a lower bound that at least `wanted` magnitudes reach. Usually few
+ * others reach it, so that the search for the `wanted` largest is short. */
 static int encode_sparse(const float *values, int64_t length, const struct rounding *rounding, struct key key,
                          uint8_t *block)
 {

@@ -14,7 +14,7 @@ static inline void write_line_past_caches(uint8_t *to, const uint8_t *from)
         _mm_stream_si128((__m128i *)(void *)(to + i), _mm_loadu_si128((const __m128i *)(const void *)(from + i)));
 }
 
-/* Makes what was written visible to other threads before anything that is written later. */
+/* Makes other threads see the data written past the caches before all later writes. */
 static inline void end_writing_past_caches(void)
 {
     _mm_sfence();
@@ -30,7 +30,7 @@ static inline void end_writing_past_caches(void)
 }
 #endif
 
-/* Whole lines of `to` past the caches, what is before and after them as usual. */
+/* Writes the destination's whole cache lines past the caches, and the bytes before and after them as usual. */
 static inline void write_past_caches(void *destination, const void *source, int64_t size)
 {
     uint8_t *to = destination;
@@ -46,8 +46,8 @@ static inline void write_past_caches(void *destination, const void *source, int6
 
 enum { LARGEST_TILE_BYTES = 2048, LINE = 64 };
 
-/* A row of encoded tiles on its way to memory. Their sizes are no multiples of a line, so what is left of a line waits
- * here, in the first-level cache, for the next tile; or, if not `is_streamed`, all is written in place at once. */
+/* A buffer between encoded tiles and the payload's memory. A tile may end within a cache line: the bytes of that line
+ * stay in `room` until the next tile is encoded. If not `is_streamed`, tiles are encoded directly into the payload. */
 struct stream {
     uint8_t *to;
     int is_streamed;
@@ -62,7 +62,7 @@ static inline void start_stream(struct stream *stream, uint8_t *to, int is_strea
     stream->collected = 0;
 }
 
-/* Where the next tile is to be encoded. */
+/* Returns the address at which to encode the next tile. */
 static inline uint8_t *room_in_stream(struct stream *stream)
 {
     return stream->is_streamed ? stream->room + stream->collected : stream->to;

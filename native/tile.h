@@ -1,8 +1,8 @@
-/* What an instruction set has to offer: work on one tile, values that stay in the first-level cache.
+/* The functions of an instruction set, each of which works on one tile, whose values stay in the first-level cache.
  *
- * A tile is 1024 values, a whole number of blocks; of a format with longer blocks it is one block, and the scalar set
- * takes it. Only the last tile of an array can be shorter; the scalar set takes that, too, so the others know their
- * loops' lengths.
+ * A tile is 1024 values, a whole number of blocks; in a format with longer blocks it is one block. The scalar set works
+ * on these long tiles, and on an array's last tile if that is shorter. So the loops of the other sets have constant
+ * lengths.
  */
 #ifndef DILOCO_TILE_H
 #define DILOCO_TILE_H
@@ -39,8 +39,8 @@ struct rounding {
     int64_t first_block; /* the index, for the random bits, of the block that a tile begins with */
 };
 
-/* Arrays' next tiles, of up to 4 bytes a value, which the memory is asked for while this one is worked on: their
- * pages are new to the processor, which by itself fetches ahead in a page only. */
+/* The arrays' next tiles, of up to 4 bytes a value, which are prefetched while the present tiles are in use: by itself,
+ * the processor prefetches only within a memory page. */
 struct ahead {
     int arrays;
     const uint8_t *tiles[3];
@@ -75,7 +75,7 @@ struct tile_kernels {
 
 extern const struct tile_kernels diloco_scalar, diloco_avx2, diloco_avx512, diloco_neon;
 
-/* Who takes a tile of this length. */
+/* Returns the set that works on a tile of this length: `chosen` or the scalar one. */
 static inline const struct tile_kernels *kernels_for(const struct tile_kernels *chosen, int32_t format, int64_t length)
 {
     return length == TILE && values_of_tile(format) == TILE ? chosen : &diloco_scalar;
@@ -109,7 +109,7 @@ static inline void store_float(uint8_t *bytes, float value)
 
 #define SIGN_BIT 0x80000000u
 
-/* A block's unit, and what a value is multiplied with to come onto the scale of the levels. */
+/* A block's unit, and the factor that scales its values to the levels. */
 struct scale {
     float unit, inverse;
 };
@@ -122,7 +122,7 @@ static inline struct scale scale_of_range(float range, float largest_level)
     return (struct scale){unit, largest_level / range};
 }
 
-/* Whether an encoder can have made this header of a block of unit and codes; `codes` is the bitwise or of its codes. */
+/* Returns 1 if an encoder can have made a block with this unit, else 0. `codes` is the bitwise or of its codes. */
 static inline int unit_is_sound(float unit, float largest_level, uint8_t codes)
 {
     if (bits_of(unit) == 0)
@@ -142,7 +142,7 @@ static inline int range_is_sound(float unit, float minimum, uint8_t codes)
 #define LARGEST_E2M1 12.0f
 #define LARGEST_E3M0 64.0f
 
-/* By code; the second half has the sign bit set. */
+/* The levels by code; codes from 8 on have the sign bit set. */
 static const int8_t E2M1_LEVELS[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
 static const int8_t E3M0_LEVELS[16] = {0, 1, 2, 4, 8, 16, 32, 64, 0, -1, -2, -4, -8, -16, -32, -64};
 static const int8_t UINT4_LEVELS[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
@@ -152,8 +152,8 @@ static const int8_t UINT4_LEVELS[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12
 #define SMALLEST_NORMAL_HALF 0x38800000u   /* the bits of 2^-14 */
 #define HALF_EXPONENT_OFFSET (112u << 23) /* the exponents' biases differ by 112 */
 
-/* Without a branch, so that a loop of it can be vectorized. The last bit of a sum with 0.5 is worth 2^-24, the smallest
- * half. */
+/* Returns the bits of the nearest half-precision number, without a branch, so that loops can be vectorized. Adding 0.5
+ * rounds small magnitudes to multiples of 2^-24, the smallest half-precision number. */
 static inline uint16_t half_of(float value)
 {
     uint32_t magnitude = bits_of(value) & ~SIGN_BIT;

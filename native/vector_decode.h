@@ -50,8 +50,8 @@ INLINE int check_block(int format, const uint8_t *block)
     }
 }
 
-/* What is done with decoded values; the loops are for the compiler to vectorize. `into` is where the values go: alone,
- * or added up, or as the gradient of a step. */
+/* The use of decoded values, in loops that the compiler vectorizes: they are stored in `into`, added to `into` with a
+ * weight, or used as the gradient of an outer step that changes `into`. */
 enum use { STORE, ACCUMULATE, STEP };
 
 struct target {
@@ -62,7 +62,7 @@ struct target {
     int64_t done; /* values of the tile before this block */
 };
 
-/* So many values are decoded between two requests to the memory. */
+/* Values that are decoded between two prefetches. */
 enum { DECODED_AT_ONCE = 128 };
 
 INLINE int next_stop(struct target target, int start, int length)

@@ -1,6 +1,6 @@
 /* Part of vector.h: from floats to blocks. */
 
-/* Two maxima side by side, so that each step needn't wait for the one before. */
+/* Computes two maxima side by side, so that no step needs to wait for the step before. */
 INLINE float largest_magnitude(const float *values, int length)
 {
     words even = {}, odd = {};
@@ -62,13 +62,14 @@ INLINE bytes round_linear(const float *values, float offset, float inverse, int 
     return narrow(codes);
 }
 
-/* From two's complement between -7 and 7: those below zero have the bit of MINUS_ZERO set already. */
+/* Converts numbers between -7 and 7 from two's complement, in which the bit MINUS_ZERO is already set if negative. */
 INLINE bytes sign_and_magnitude(bytes levels)
 {
     return magnitude_of_bytes(levels) | (levels & MINUS_ZERO);
 }
 
-/* Codes of a 4-bit float for w = value * inverse; see formats.h. Base: t is at least 2, whose code is to be 0. */
+/* Returns the codes of 4-bit floats for w = value * inverse; see formats.h. `base` has the bits of 2.0, the least t,
+ * whose code is 0. */
 INLINE bytes round_exponential(const float *values, float inverse, int shift, int is_stochastic, struct key key,
                                int start)
 {

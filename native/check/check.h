@@ -1,4 +1,5 @@
-/* What the tests share. Buffers are heap blocks of the exact size: the address sanitizer sees one byte too many. */
+/* The functions that all tests use. Buffers are heap blocks of the exact size, so that the address sanitizer finds an
+ * access to the byte after the end. */
 #ifndef DILOCO_CHECK_H
 #define DILOCO_CHECK_H
 
@@ -15,10 +16,10 @@ enum { FORMATS = 7, LARGEST_ERROR_TEXT = 200 };
 
 extern int passed, failed;
 
-/* Counts; says what failed, with printf's format and arguments. */
+/* Counts a passed or a failed check. Unless `condition` holds, prints `what`, a format of printf with its arguments. */
 void expect(int condition, const char *what, ...) __attribute__((format(printf, 2, 3)));
 
-void *new_bytes(int64_t size); /* at least one byte */
+void *new_bytes(int64_t size); /* one byte if `size` is 0 */
 float *new_floats(int64_t count);
 float *copy_of_floats(const float *values, int64_t count);
 uint8_t *copy_of_bytes(const uint8_t *bytes, int64_t size);
@@ -31,7 +32,7 @@ float float_from(uint32_t bits);
 float *mixed_floats(int64_t count, uint64_t seed);
 float *random_floats(int64_t count, float size, uint64_t seed);
 
-/* The sets that this machine can run besides the scalar one. */
+/* The names of all sets but the scalar one; a machine supports only some of them. */
 extern const char *const set_names[3];
 
 void check_golden(const char *path);

@@ -1,4 +1,4 @@
-/* Payloads that were made elsewhere (make_golden.py), in every set. */
+/* Tests that every set encodes to and decodes the payloads of golden.txt, which make_golden.py made without a set. */
 #include "check.h"
 
 static uint8_t *bytes_of_hex(const char *hex, int64_t *size)

@@ -48,7 +48,7 @@ uint8_t *copy_of_bytes(const uint8_t *bytes, int64_t size)
     return memcpy(new_bytes(size), bytes, (size_t)size);
 }
 
-/* Knuth's multiplier; the high bits are the good ones. */
+/* A linear congruential generator with Knuth's multiplier. The low bits are dropped, because they are hardly random. */
 uint64_t next_random(uint64_t *state)
 {
     *state = *state * 6364136223846793005u + 1442695040888963407u;
@@ -81,7 +81,7 @@ float *mixed_floats(int64_t count, uint64_t seed)
     float *values = new_floats(count);
     int exponent = 0;
     for (int64_t i = 0; i < count; i++) {
-        if (i % 256 == 0) /* blocks differ in size, and the values in a block, too */
+        if (i % 256 == 0) /* blocks differ in magnitude, and so do the values in a block */
             exponent = (int)(next_random(&seed) % 180) - 140;
         uint64_t kind = next_random(&seed) % 16;
         if (kind < 11)

@@ -19,15 +19,15 @@ SEED = 20_241_121
 
 def golden_values(name: str) -> reference.Floats:
     """Return the values to encode in format `name`: normal noise with blocks of different magnitudes, in which every
-    ninth value lies half way between two levels."""
+    ninth value is a multiple of 1/4, so that some values lie half way between two levels."""
     generator, count = np.random.default_rng(SEED), max(1024, reference.BLOCK[name]) + RAGGED
     values = generator.standard_normal(count).astype(np.float32)
     values[:128] *= np.float32(1e-3)
     ties = np.arange(count) % 9 == 0
     values[ties] = (generator.integers(-24, 25, count)[ties] / 4).astype(np.float32)
     values[200:204] = np.float32(0), np.float32(-0.0), np.float32(1e-40), np.float32(-1e-42)
-    # Values from index 600 on make the unit of their block a power of two. Multiples of a quarter of this unit are
-    # therefore exact in fp32, and ties between two levels, too.
+    # In formats with an absmax, this value gives its block the unit 1. The ties between two levels are multiples of a
+    # quarter of the unit, and so exact in fp32.
     values[600] = {"int8": 127, "uint4": -1, "e3m0": -64, "fp16": 1}.get(name, 12)
     if name == "uint4":
         values[600:768] = np.clip(values[600:768], -1, 14)

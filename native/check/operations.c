@@ -1,4 +1,5 @@
-/* The operations mean what kernels.h says, however the work is cut up, and whatever the caller's float settings. */
+/* Tests that the operations do what kernels.h says, however the work is split, and with any float settings of the
+ * caller. */
 #include "check.h"
 
 #include <math.h>
@@ -46,7 +47,7 @@ static void check_arithmetic(int32_t format)
     free(payload), free(expected);
 }
 
-/* Integer sums and eight lanes are the plain sum, but for its rounding; nothing more is read than is there. */
+/* The squared norm is the plain sum of squares, except for rounding. */
 static void check_squared_norm(int32_t format)
 {
     const char *name = diloco_format_name(format);
@@ -64,7 +65,7 @@ static void check_squared_norm(int32_t format)
     free(values), free(payload);
 }
 
-/* An average in one go is the one by way of the sum. */
+/* diloco_average makes the same bytes as diloco_accumulate and diloco_finish_average. */
 static void check_average(int32_t format, int is_stochastic)
 {
     enum { PAYLOADS = 3 };
@@ -144,7 +145,7 @@ static void check_cutting(int32_t format, int is_stochastic)
     free(values), free(theta), free(momentum), free(theta_cut), free(momentum_cut), free(whole), free(cut);
 }
 
-/* Past the caches or not (the size decides), the bytes are the same. */
+/* Results have the same bytes if they are written past the caches, as many values are, or not. */
 static void check_streaming(int32_t format)
 {
     enum { MANY = (1 << 20) + 1000 };

@@ -45,7 +45,7 @@ def _linear(v: Floats, random: Integers | None) -> Integers:
 
 def _exponential(w: Floats, levels: Integers, random: Integers | None) -> Integers:
     """Return the 4-bit code of each scaled value in `w`: the nearest of `levels`, or one of the two neighbouring
-    levels, chosen by `random`. Distances count on the scale t = |w| + max(|w|, 2)."""
+    levels, chosen by `random`. Distances are those of t = |w| + max(|w|, 2)."""
     magnitude = np.abs(w)
     t = (magnitude + np.maximum(magnitude, np.float32(2))).astype(np.float64)
     places = (levels + np.maximum(levels, 2)).astype(np.float64)

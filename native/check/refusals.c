@@ -1,4 +1,4 @@
-/* What can't be encoded and what no encoder makes is refused, and the block is named. */
+/* Tests that values that cannot be encoded, and payloads that no encoder makes, are refused at the right block. */
 #include "check.h"
 
 #include <math.h>
@@ -96,7 +96,7 @@ static void check_bad_payloads(const char *set, int32_t format)
     free(values), free(sound);
 }
 
-/* A sparse block of 192 values: three codes, of 42 bits. */
+/* Checks and decodes a sparse block of 192 values, with three codes of 14 bits each. */
 static void check_sparse_block(const char *set, int32_t format, int is_sound, uint16_t low, uint16_t high,
                                uint64_t codes, const char *what)
 {
@@ -152,8 +152,8 @@ static void check_sparse_blocks(const char *set, int32_t format)
 #undef EXPECT_REFUSED
 }
 
-/* Whatever the bytes are, nothing outside is touched (the sanitizer sees to it), what passes is finite, and all sets
- * agree on what passes. */
+/* With arbitrary bytes as a payload, no memory outside it is touched (the sanitizer would find that), accepted bytes
+ * decode to finite values, and `set` refuses the same block as the scalar set. */
 static void check_arbitrary_bytes(const char *set, int32_t format)
 {
     uint64_t seed = 17;
@@ -165,7 +165,7 @@ static void check_arbitrary_bytes(const char *set, int32_t format)
         for (int64_t i = 0; i < size; i++)
             payload[i] = (uint8_t)(next_random(&seed) >> (round % 8));
         for (int64_t i = 3; round % 2 && i < size; i += block_bytes)
-            payload[i] = 0x3b; /* a sound exponent (fp32's, or sparse's high one), so that the codes are looked at */
+            payload[i] = 0x3b; /* a valid unit (or sparse's high level), so that the codes are checked */
         int64_t refused = check_of(format, payload);
         diloco_choose_kernels("scalar");
         expect(check_of(format, payload) == refused, "%s %s: another block is refused", set,

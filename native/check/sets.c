@@ -11,7 +11,7 @@ struct results {
     float *decoded, *sum, *theta, *momentum, *residual;
 };
 
-/* All operations on the same arguments. The payload begins at an odd address, floats at one that fits no vector. */
+/* Runs all operations on the same arguments. The payload begins at an odd address, floats at one unfit for vectors. */
 static struct results results_of(int32_t format, int is_stochastic, const float *values, const float *other,
                                  int64_t count)
 {
@@ -99,8 +99,8 @@ static void compare_all(const char *set, const float *values, const float *other
             compare(set, format, is_stochastic, values, other, count);
 }
 
-/* Blocks that hold each float whose bits are multiples of 2^16 + 1, scaled by each of some neighbours: ties, powers of
- * two and their surroundings, at every exponent that can be encoded. */
+/* Floats up to 2^63 whose lower 16 bits are 0, and the floats beside them: ties, powers of two and their neighbours, at
+ * every exponent that can be encoded. */
 static void compare_exhaustively(const char *set)
 {
     enum { COUNT = 1 << 14 };
@@ -115,7 +115,7 @@ static void compare_exhaustively(const char *set)
     free(values), free(other);
 }
 
-/* Exact multiples of halves of the levels, at every size of a block: each is a tie, or next to one. */
+/* Multiples of a quarter of the unit, in blocks of many magnitudes: each is a tie between two levels, or near one. */
 static void compare_ties(const char *set)
 {
     enum { COUNT = 1024 };
@@ -129,13 +129,13 @@ static void compare_ties(const char *set)
         values[1] = 64.0f * unit;
         compare_all(set, values, other, COUNT);
         values[1] = 127.0f * unit;
-        values[2] = float_from(0x3f000000u + (uint32_t)exponent); /* a size that isn't a power of two */
+        values[2] = float_from(0x3f000000u + (uint32_t)exponent); /* the absmax, if `unit` is small */
         compare_all(set, values, other, COUNT);
     }
     free(values), free(other);
 }
 
-/* Every half, and the floats beside it and half way to the next. */
+/* Every finite half-precision number, the next float, and the floats around the middle to the next such number. */
 static void compare_halves(const char *set)
 {
     enum { HALVES = 0x7c00, COUNT = 2 * 5 * HALVES };

@@ -1,4 +1,4 @@
-/* No values at all, and more than 2^31 of them. */
+/* Tests of the operations with no values, and with more than 2^31 values. */
 #define _GNU_SOURCE
 #include "check.h"
 
@@ -16,7 +16,7 @@ static void check_nothing(int32_t format)
            diloco_format_name(format));
 }
 
-/* `size` bytes of addresses, of which each `period` bytes are the same memory. */
+/* Returns `size` bytes of addresses at which the same `period` bytes of memory repeat, or NULL. */
 static uint8_t *repeated(int file, int64_t size, int64_t period)
 {
     uint8_t *start = mmap(NULL, (size_t)size, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
@@ -44,7 +44,7 @@ static void check_many(void)
         return;
     float *last = (float *)(void *)(values + (count - 6) * 4);
     for (int i = 0; i < 6; i++)
-        last[i] = (float)(1 << i); /* their images elsewhere hold the same */
+        last[i] = (float)(1 << i); /* the memory's other addresses show the same values */
     expect(diloco_quantize(3, 0, 0, 0, ADDRESS(values), count, ADDRESS(payload), 2) == 0, "2^31 values are refused");
     uint8_t expected[4 + 3];
     diloco_quantize(3, 0, 0, 0, ADDRESS(last), 6, ADDRESS(expected), 1);

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 # Connections ----------------------------------------------------------------------------------------------------------
-MOST_CONNECTIONS = 250  # most open connections; one more closes the oldest of the network with the most
+MOST_CONNECTIONS = 250  # most open connections, above which the server closes an old one (see `_count`)
 REQUEST_SECONDS = 10.0  # seconds in which the headers of a connection's first request must arrive; no body is read
 WRITE_SECONDS = 30.0  # seconds after which the server aborts a connection whose client reads nothing
 END_OF_REQUEST = b"\r\n\r\n"

@@ -136,7 +136,7 @@ Plain = dict[str, Any]
 SHOWN_PEERS = 200  # most rows of the table of peers, because each change sends the whole table
 SHOWN_ABSENT = 16  # most absent peers that are listed for an entry
 REMEMBERED_SECONDS = 600.0  # seconds for which a peer that is gone stays in the table of peers
-BUCKET = 0.25  # outer steps between two points of a training curve, until it has too many points
+BUCKET = 0.25  # outer steps between two points of a training curve; doubled when it has too many points
 MOST_POINTS = 1000  # most points of a curve
 SHOWN_SPANS = 240  # number of newest entries whose times are kept
 USUAL = 20  # number of newest entries whose median time is the usual time of an outer step
@@ -195,7 +195,8 @@ class _Timeline:
         return statistics.median(known) if known else None
 
     def observe(self, outer_step: int, is_averaging: bool, present: int, at: float) -> None:
-        """Record the outer step that most peers have reached at time `at`, and whether the next round is under way."""
+        """Record the outer step that most peers have reached at time `at`, whether its round is under way, and the
+        number of peers `present` that work on it."""
         if self._step is not None and outer_step > self._step:
             is_next = outer_step == self._step + 1
             seconds = at - self._since if is_next and self._since is not None else None
@@ -237,7 +238,7 @@ class RunHistory:
         self._losses = _Curve(BUCKET)
         self._heartbeats: tuple[Heartbeat, ...] = ()
         self.view = RunView(run)  # the run at the last update
-        self._seen: dict[str, tuple[Heartbeat, float]] = {}  # each peer's newest heartbeat and its time, by peer id
+        self._seen: dict[str, tuple[Heartbeat, float]] = {}  # each peer's newest heartbeat and its arrival, by peer id
         self._looked_at: float | None = None
         self._signed: dict[str, object] | None = None
 
@@ -283,7 +284,7 @@ class RunHistory:
         return self.view
 
     def _take_losses(self, view: RunView) -> None:
-        """Add the losses that peers report to the curves. The training curve gets the peers' median, which less than
+        """Add to the curves the losses that peers report. The training curve gets the peers' median, which less than
         half of the peers cannot falsify."""
         inner_steps = view.run.config.training.inner_steps
         training = [beat for beat in view.working if beat.loss is not None and beat.index == view.outer_step]
@@ -551,7 +552,7 @@ class RunWatches:
                 await cancel_and_wait(*updating.values())
 
     def _update(self) -> None:
-        """Update the set of runs from their sources. While the sources cannot be read, keep the known runs."""
+        """Add runs with a new source, and remove runs without a source. If the sources cannot be read, do nothing."""
         try:
             sources = {source.run.run_id: source for source in self._sources()}
         except Exception:

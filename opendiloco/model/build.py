@@ -81,7 +81,8 @@ class _Source:
 
     @contextmanager
     def explained(self) -> Iterator[None]:
-        """Convert every exception that transformers raises within the context into a ManifestError."""
+        """Convert each exception raised within the context, except MemoryError and DilocoPeerError, into a
+        ManifestError."""
         try:
             yield
         except (MemoryError, DilocoPeerError):
@@ -163,9 +164,9 @@ def _skeleton_of(source: _Source, config: RunConfig, tokenizer: Tokenizer) -> An
 def sized_skeleton(config: RunConfig) -> Any:
     """Return the run's model on the meta device, to compute its size, without downloading the tokenizer. Raises: see
     `build_skeleton`; DataError if the run's tokenizer is a file that is missing."""
-    tokenizer: Tokenizer = ByteTokenizer()  # usable for any run: a model's size does not depend on the tokenizer
+    tokenizer: Tokenizer = ByteTokenizer()  # a stand-in: the model's size does not depend on it
     if config.tokenizer.kind == "file":
-        tokenizer = build_tokenizer(config.tokenizer)  # the model may have fewer ids than the byte tokenizer
+        tokenizer = build_tokenizer(config.tokenizer)  # the model may have too few ids for the stand-in
     return build_skeleton(config, tokenizer)
 
 
@@ -195,8 +196,8 @@ def build_model(
 
 
 def _bytes_to_build(skeleton: Any) -> int:
-    """Return the bytes of memory needed to build a model: its parameters, its buffers (which in some architectures
-    include a mask of positions squared), and two copies of the largest buffer, which constructors make."""
+    """Return the bytes of memory needed to build a model: its parameters, its buffers (in some architectures
+    also a mask over all pairs of positions), and two copies of the largest buffer, which constructors make."""
     buffers = [each.nbytes for each in skeleton.buffers()]
     parameters = VALUE_BYTES * sum(each.numel() for each in skeleton.parameters())
     return int(parameters + sum(buffers) + 2 * max(buffers, default=0))
@@ -241,7 +242,7 @@ def _refuse_unknown_keys(known: Any, values: dict[str, Any]) -> None:
 
 
 def with_sizes_named(config: RunConfig) -> RunConfig:
-    """Return the run's configuration with the sizes of the model's fragments, if the model has several. Raises:
+    """Return the run's configuration, with the sizes of its fragments added if the model has several. Raises:
     ManifestError if the configuration has other sizes, or the model has no blocks; see also `sized_skeleton`."""
     if config.streaming.layers_per_fragment is None:
         return config
@@ -265,12 +266,12 @@ ATTEMPTS = 3
 """Most forks for a rehearsal. A forked process hangs if another thread held a lock at the fork."""
 PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of Linux's prctl: the signal that a child gets when its parent dies
 NEARLY = 1 << 24
-"""Bytes below the limit from which any error counts as too little memory: libraries raise many types for that."""
+"""An error counts as too little memory if fewer bytes than this were left: libraries raise many types for that."""
 
 
 def rehearse(build: Callable[[], object], origin: str) -> None:
-    """Call `build` in a forked process with limits on memory and time. The fork has all modules that this process has
-    imported.
+    """Call `build` in a process with limits on memory and time. The process is a fork of this one, so that it need not
+    import any modules again.
 
     Raises: ManifestError that begins with the field `origin` if the function fails, needs more memory than this process
     may use or than `MOST_BYTES`, or more time than `MOST_SECONDS`; MachineError if all `ATTEMPTS` hang.
@@ -327,7 +328,7 @@ def _build_and_end(build: Callable[[], object], origin: str, limit: int, writing
     """Call `build` in the forked child, write the error as JSON (null for none) to the descriptor `writing`, and exit
     without cleaning up, because open files belong to the parent."""
     try:
-        gc.freeze()  # keeps the garbage collector from copying the parent's memory
+        gc.freeze()  # the garbage collector would write to shared memory pages, and so copy them
         ctypes.CDLL(None).prctl(PARENT_DEATH_SIGNAL, signal.SIGKILL)
         most = _bytes_of("VmSize") + limit
         resource.setrlimit(resource.RLIMIT_AS, (most, most))

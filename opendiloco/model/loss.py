@@ -226,7 +226,7 @@ class CompiledLoss:
             self.say_why_not()
 
     def say_why_not(self) -> None:
-        """Report as a stage why the compiled loss is not used, if compilation has failed."""
+        """Show the user why the compiled loss is not used, if compilation has failed."""
         if self.error is not None:
             at_stage(f"{NOT_COMPILING_THE_LOSS}: {first_line(self.error)}")
 
@@ -362,8 +362,8 @@ def _head_skipped(head: torch.nn.Linear) -> Iterator[list[_LogitsRecord]]:
 
 
 class _LogitsRecord(TorchFunctionMode):
-    """A record of a model's operations on hidden states that are in the place of logits. The operations are recorded
-    instead of being run."""
+    """A record of the operations of `ONE_BY_ONE` that a model calls on hidden states in the place of logits. These
+    operations are recorded instead of being run."""
 
     def __init__(self, hidden: torch.Tensor) -> None:
         super().__init__()
@@ -410,7 +410,7 @@ def with_forward(module: Any, forward: Callable[..., Any]) -> Iterator[None]:
 
 class _LossByPieces(torch.autograd.Function):
     """The mean loss of hidden states over `count` targets, computed in pieces. The forward pass also computes the
-    gradients. The backward pass multiplies them by the loss's own gradient, unless `slope` was given for this."""
+    gradients, multiplied by `slope` if given; otherwise the backward pass multiplies them by the loss's gradient."""
 
     @staticmethod
     def forward(
@@ -487,14 +487,14 @@ def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -
         torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
     elif left.dtype == total.dtype or left.device.type == "cpu":
         total.addmm_(left.to(total.dtype), right.to(total.dtype))
-    else:  # an older torch, whose product in fp32 is many times slower on a GPU
+    else:  # an older torch on a GPU, where an unrounded product is many times slower
         total.add_(left @ right)
 
 
 @cache
 def _multiplies_into_fp32(device: torch.device, dtype: torch.dtype) -> bool:
-    """Return True if torch can add a product of matrices of this dtype to an fp32 tensor on the device: from torch 2.10
-    on, only on CUDA."""
+    """Return True if torch can add a product of matrices of this dtype to an fp32 tensor on the device. Only torch 2.10
+    and newer can, and only on CUDA."""
     total, one = torch.zeros(8, 8, device=device), torch.zeros(8, 8, dtype=dtype, device=device)
     try:
         torch.addmm(total, one, one, out_dtype=total.dtype, out=total)

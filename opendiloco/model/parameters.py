@@ -155,7 +155,7 @@ class Shards:
         self._workers = workers
 
     def of(self, layout: Layout) -> Shards:
-        """Return the parts that the same worker stores of the parameters in another layout."""
+        """Return the same worker's parts of the parameters in another layout."""
         return Shards(layout, self.rank, self._workers, self.staging)
 
     def slice_of(self, parameter: Parameter) -> slice:

@@ -20,7 +20,7 @@ from opendiloco.errors import MachineError
 from peers.values.system import make_private_folder
 
 NAME = "control"
-ANSWER_SECONDS = 5.0  # most seconds for a request and its answer, because a busy volunteer answers late
+ANSWER_SECONDS = 5.0  # most seconds for a request and its answer: a busy volunteer may take seconds
 LINE_LIMIT = 4096  # most bytes of a request or an answer
 
 
@@ -82,7 +82,7 @@ async def serve_controls(folder: Path, answer: Callable[[OwnerRequest], Voluntee
     finally:
         server.close()
         path.unlink(missing_ok=True)
-        with suppress(OSError):  # fails unless the folders are empty, as after an invite to a run that does not exist
+        with suppress(OSError):  # removes only empty folders, which remain if the invite's run does not exist
             folder.rmdir()
             folder.parent.rmdir()
 
@@ -101,7 +101,7 @@ def ask(path: Path, request: OwnerRequest) -> VolunteerStatus | None:
 
 
 def volunteers(state: Path, run: str | None = None) -> dict[Path, VolunteerStatus]:
-    """Return the answers of the volunteers in a state folder, by socket path; with `run`, of that run only."""
+    """Return the status of each running volunteer in a state folder, by socket path; with `run`, only of that run's."""
     answers = {path: ask(path, OwnerRequest(do="look")) for path in sorted(state.glob(f"{run or '*'}/*/{NAME}"))}
     return {path: answer for path, answer in answers.items() if answer is not None}
 

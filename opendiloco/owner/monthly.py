@@ -28,14 +28,14 @@ KEEP_SECONDS = 30.0
 PACE_SECONDS = SECONDS_A_DAY
 """Seconds over which the pace is averaged. A whole day includes hours without training, and keeps one download of the
 state from counting as a pace for the month."""
-NEAR = 0.9  # share of a limit's bytes from which the volunteer warns, and makes contributions smaller, at any pace
+NEAR = 0.9  # share of a limit from which the volunteer warns and sends smaller contributions, even at a low pace
 SPENT = 0.98
 """Share of a limit at which the volunteer pauses. The rest is for the round under way, which is finished first."""
 KEPT_MONTHS = 4
 """Months in the file, those counted last. A clock that is wrong for a while adds another month."""
 LEAST_SHARE = 1e-6
 """The smallest share of a contribution's bytes. It selects the thinnest format."""
-DIRECTIONS, MEASURED_AS = ("up", "down"), ("sent", "received")  # both directions: words for people, labels of metrics
+DIRECTIONS, MEASURED_AS = ("up", "down"), ("sent", "received")  # the two directions, as named for people and in metrics
 
 
 _Bytes = Annotated[int, Field(ge=0, le=1 << 63)]
@@ -85,13 +85,13 @@ class _Use:
 
     @property
     def is_nearly_spent(self) -> bool:
-        """True from the share `NEAR` of the limit on."""
+        """True if the share of the limit that has been used is at least `NEAR`."""
         return self.limit is not None and self.moved >= NEAR * self.limit
 
     @property
     def share(self) -> float:
         """The largest share of the present pace (above 0, at most 1) with which the traffic stays within the limit
-        until the month's end."""
+        until the month's end; at most `NEAR` if the limit is nearly spent."""
         if self.limit is None:
             return 1.0
         left, to_come = self.limit - self.moved, self.foreseen - self.moved
@@ -206,7 +206,8 @@ class MonthlyTraffic:
         up, down = self.uses()
         lines = [f"this month (UTC): {up} · {down}"]
         for use in (up, down):
-            if use.is_nearly_spent or (use is up and up.share < 1):  # a joiner's download of the state is no pace
+            # A high pace of downloads does not count: it lasts only while a joiner fetches the state.
+            if use.is_nearly_spent or (use is up and up.share < 1):
                 foreseen = f"{use.direction} {in_words(round(use.foreseen))}"
                 end = f"{_end_of_month(self._clock()):%Y-%m-%d}"
                 lines.append(f"near the limit: {foreseen} by {end} at this pace")

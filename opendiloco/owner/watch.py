@@ -225,7 +225,8 @@ class OwnersWatch:
         self._act(awake)
 
     def _act(self, now: float) -> None:
-        """Pause, resume or end the volunteer as the owner's requests ask at `now`, in seconds without sleep."""
+        """Pause, resume or end the volunteer as the owner's requests ask. `now` is in seconds since the
+        machine's start, without sleep."""
         reasons = self._requests.reasons
         if set(self._requests.by_name) != self._shown:  # not the reasons, in which percentages change at each look
             self._say(f"paused: {', '.join(reasons)}; {how_to_go_on(reasons)}" if reasons else "the pause is over")
