@@ -51,8 +51,8 @@ class LinkRates:
 
 
 def place_in(namespace: str) -> Place:
-    """Return the place of a peer in a network namespace. Raises: ClickException if the namespace has no IPv4 address
-    except the loopback's."""
+    """Return the command that runs a process in a network namespace, the namespace's first IPv4 address, and its
+    interface, as a Place. Raises: ClickException if it has no IPv4 address except the loopback's."""
     for interface in json.loads(_output("ip", "-n", namespace, "-json", "addr")):
         for address in interface["addr_info"]:
             if address["family"] == "inet" and address["scope"] != "host":

@@ -575,7 +575,8 @@ class InnerLoops:
         for step in inner_steps.every():
             if (seconds := time.monotonic() - began) > slowest:
                 slowest = seconds
-                # From the first inner step on, a worker that waits for the other workers fails after a shorter time.
+                # Before the first inner step this worker may wait hours for the others; now only as long as its slowest
+                # step so far allows.
                 self._team.wait_at_most(control.patience(slowest))
             if step.number % COLLECTED_EVERY == 0:
                 gc.collect()

@@ -147,7 +147,8 @@ def _header(plain: object, log: LogState) -> Header:
 
 
 def _header_of(outcome: Outcome, log: LogState) -> Header:
-    """Return the header that an outcome stands for. Raises: LogError if it is of another fragment than the message."""
+    """Return the full header of an entry that a message holds in brief, as an `Outcome`. Raises: LogError if the
+    outcome is not of `log.fragment`, the fragment that the message is about."""
     if outcome.fragment != log.fragment:
         raise LogError(f"an entry of fragment {outcome.fragment} in a message about {log.position}")
     return header_of(log, outcome)

@@ -274,7 +274,8 @@ class Arranging:
 
     # Introducing two other peers ------------------------------------------------------------------------------
     async def on_introduce(self, sender: str, payload: bytes) -> bytes:
-        """Exchange the endpoints of two linked peers, but only those at hosts from which they are connected to us."""
+        """Introduce the sender to another peer that is connected to us: send each the other's endpoints, without those
+        at hosts from which the other is not connected to us."""
         request = unpack_from(sender, _Introduce, payload)
         for peer in (sender, request.to):
             if request.to == sender or not self._links.is_up(peer):

@@ -11,7 +11,7 @@ LEAVE_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class _Holds(threading.local):
-    """The number of `signals_held_back` bodies under way in one thread, and the thread's signal mask before them.
+    """The number of `with signals_held_back()` blocks that one thread is in, and its signal mask before them.
 
     The bodies overlap when two processes are started at once. The mask is restored after the last body.
     """

@@ -76,8 +76,8 @@ class Branches:
         return next(iter(self._find(log, lineage, is_astray)), None)
 
     def furthest(self, log: LogState, lineage: Lineage, is_astray: bool = False) -> str | None:
-        """Return the first claimant (see `claimant`) whose index our log still remembers or has not reached; else
-        None."""
+        """Return the live peer whose log to ask for first, as `claimant` does, but pass over peers at an index before
+        the oldest head that `lineage` has. Return None if no peer is left."""
         claimants, live = self._find(log, lineage, is_astray), self._live()
         return next((peer for peer in claimants if live[peer].index >= lineage.known_from), None)
 

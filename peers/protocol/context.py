@@ -27,8 +27,8 @@ fragments."""
 
 class Context:
     """The values that one peer's parts share. `now` is the time of the current event, in seconds of the driver's clock.
-    `payloads` has the payload kind of each fragment, `round_times` the durations of this peer's last rounds, and
-    `experience` the peers that this peer leaves out as a leader."""
+    `payloads` has the payload kind of each fragment, and `round_times` the durations of this peer's last rounds.
+    `experience` has the peers to which this peer, when it leads, gives no chunks, or for which it does not wait."""
 
     def __init__(
         self,

@@ -201,7 +201,7 @@ def is_lawful(round: Round, averaged: Averaged) -> bool:
 
 
 class Parts:
-    """The averages that a round's leader has received in the reducers' Parts."""
+    """The signed averages of one round's chunks that its leader has received, in `Part` messages from reducers."""
 
     def __init__(self, round: Round, keys: Keys | None = None) -> None:
         """Create an empty store. If `keys` is None, no signature is checked."""

@@ -81,7 +81,8 @@ class Replica(StateMachine):
         self.state_digest = state_digest
         self.undigested: LogState | None = None
         self._behind: Behind | None = None
-        self._waiting: deque[EntryMade] = deque()  # entries of other fragments that this peer applies next
+        # Entries that wait until the entry of another fragment is applied, the oldest first.
+        self._waiting: deque[EntryMade] = deque()
         self._advanced_at = context.now
         self._archives = SignedHeadsSeen(NOTHING_SIGNED)
         self._context = context

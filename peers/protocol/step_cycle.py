@@ -225,8 +225,9 @@ class StepCycle:
         self.search.question.at_once()
 
     def on_refuse(self, leader: str, refuse: Refuse, round: EntryRound) -> None:
-        """Handle the leader's refusal of this peer: if their states differ, fetch the leader's; otherwise ask for other
-        samples. Do nothing if this peer's state or samples are right."""
+        """Handle the leader's refusal of this peer. If their states differ, fetch the leader's state, unless this
+        peer's is known to be right. If the states are equal, ask for other samples, unless this peer's follow from the
+        log or this leader granted them."""
         is_waiting = self.state is State.JOINING or round.is_taking_part
         if not is_waiting or self.replica.state is not ReplicaState.LEVEL or leader == self._context.me:
             return

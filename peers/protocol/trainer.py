@@ -205,7 +205,7 @@ class WorkerWatch:
 
     def __init__(self, patience: float) -> None:
         self._patience = patience
-        self._silence = 0.0  # seconds without progress in the trainings stopped since the last progress
+        self._silence = 0.0  # seconds in which the worker made no progress, summed over stopped trainings
         self._since: float | None = None  # time of the last progress in the present training; None between trainings
         self._pause = 0.0  # longest pause in the present training, in seconds
         self._longest: float | None = None  # longest pause in finished trainings, in seconds
