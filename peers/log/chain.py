@@ -203,7 +203,7 @@ class Entry:
         return cls(header.index, header.digest, packed, True, state_digest, proof, header.fragment)
 
     def brief(self, log: LogState, header: Header) -> Entry:
-        """Return a copy of this entry that packs an `Outcome`, which omits the facts that `log` has, instead of the full
+        """Return a copy of this entry that packs an `Outcome`, which omits the facts that `log` has, and not the full
         `header`. Raises: LogError when the entry does not follow from `log`."""
         return replace(self, packed=pack(outcome_of(log, header)), is_whole=False)
 
