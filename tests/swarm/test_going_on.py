@@ -31,7 +31,7 @@ def test_a_lone_peer_goes_on_with_its_moments(tmp_path: Path) -> None:
             leave(first)
         with site.start(*join) as again:
             again.line(r"this machine goes on after outer step \d", "it begins anew")
-            again.line(r"the inner optimizer goes on with outer-step-\d+\S*\.moments", "its moments are lost")
+            again.line(r"continues with the moments loaded from outer-step-\d+\S*\.moments", "its moments are lost")
             again.line(r"outer step \d+ applied", "it does not train")
             sample = ("sample", "--run", invite, "--tokens", "5", "--seed", "1", "peers train")
             sampled = site.run(*sample)
