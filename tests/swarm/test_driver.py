@@ -141,9 +141,10 @@ def test_one_leaves_and_the_others_go_on() -> None:
 
 # A death in the middle of a round -------------------------------------------------------------------------------
 class DiesAfterItsFirstChunk:
-    """Lets a volunteer send one chunk of the next round of three that it opens, and then no more: it is dead.
+    """Lets a volunteer send one of its own chunks of the next round of three that it opens; then it is dead.
 
-    On a busy machine a round may begin with two, and without its victim too few would be left of that."""
+    On a busy machine a round may begin with two, and without its victim too few would be left of that. Or all links but
+    the victim's seem slow, so that it alone reduces, and sends none of its own chunks."""
 
     def __init__(self, volunteer: Volunteer) -> None:
         self.volunteer = volunteer
@@ -157,10 +158,10 @@ class DiesAfterItsFirstChunk:
 
     def carry_out(self, effect: Effect) -> None:
         match effect:
-            case OpenRound(round) if len(round.roster) == 3:
+            case OpenRound(round) if len(round.roster) == 3 and self._others_reduce(round):
                 self.round = self.round or round
             case SendChunk() if self.round is not None and effect.round_name == self.round.name:
-                if self._chosen is not None:
+                if self._chosen is not None or effect.reduced:
                     return
                 self._chosen = effect
         self._carry_out(effect)
@@ -169,6 +170,10 @@ class DiesAfterItsFirstChunk:
         if self._chosen and isinstance(event, ChunkSent) and event.round_name == self._chosen.round_name:
             self.confirmed.set()
         self._handle(event)
+
+    def _others_reduce(self, round: Round) -> bool:
+        me = self.volunteer.driver.peer.me
+        return any(share.chunks for share in round.shares if share.member.peer != me)
 
     async def dead(self) -> Round:
         """The round in which it died."""
