@@ -227,10 +227,11 @@ class OwnersWatch:
     def _act(self, now: float) -> None:
         """Pause, resume or end the volunteer as the owner's requests ask. `now` is in seconds since the
         machine's start, without sleep."""
-        reasons = self._requests.reasons
-        if set(self._requests.by_name) != self._shown:  # not the reasons, in which percentages change at each look
+        held = self._requests.by_name
+        reasons = tuple(held.values())
+        if held.keys() != self._shown:  # not the reasons, in which percentages change at each look
             self._say(f"paused: {', '.join(reasons)}; {how_to_go_on(reasons)}" if reasons else "the pause is over")
-            self._shown = set(self._requests.by_name)
+            self._shown = set(held)
         volunteer = self._volunteer
         if volunteer is None or self._is_leaving:
             return
