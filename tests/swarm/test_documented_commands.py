@@ -17,9 +17,10 @@ import pytest
 
 from opendiloco.storage.loading import Checkpoints
 from peers.values.identity import Identity
+from peers.values.manifest import Invite
 from tests.documents import DOCUMENTS, commands
 from tests.opendiloco.conftest import write_corpus
-from tests.swarm.cli_processes import LOOPBACK, ROOT, Finished, Site, eventually
+from tests.swarm.cli_processes import LOOPBACK, ROOT, Finished, Site, create_run, eventually
 
 pytestmark = [pytest.mark.swarm, pytest.mark.thorough, pytest.mark.timeout(1800)]
 
@@ -109,8 +110,9 @@ def small_world(tmp_path: Path) -> Iterator[World]:
         (tmp_path / "one_source.toml").write_text(text)
         text = text.replace(f'[data]\nsource = "{corpus}"\nheld_out = 0.2\n', DATA.format(corpus=corpus))
         (tmp_path / "run.toml").write_text(f'archives = ["{address.rpartition("/")[2]}"]\n{text}')
-        _, invite = created(site, "run.toml", address)
-        manifest, invite_only = created(site, "closed.toml", address)
+        invite = create_run(site, tmp_path / "run.toml", address)
+        invite_only = create_run(site, tmp_path / "closed.toml", address)
+        manifest = tmp_path / f"{Invite.parse(invite_only).run_id}.manifest"
         made = site.run("invite", "create", str(manifest))
         (tmp_path / "ticket.txt").write_text(made.out)
         [ticket] = re.findall(r"^id: (\w+)", made.err)
@@ -136,15 +138,6 @@ def write_what_commands_read(folder: Path) -> None:
     Identity.generate().save(folder / "organiser.pem")
     (folder / "config" / "diloco-peer").mkdir(parents=True)
     shutil.copy(folder / "organiser.pem", folder / "config" / "diloco-peer" / "identity.pem")
-
-
-def created(site: Site, run: str, address: str) -> tuple[Path, str]:
-    """The manifest of a new run, and its invite."""
-    done = site.run("run", "create", run, "--initial-peer", address)
-    assert done.code == 0, done.err
-    [invite] = re.findall(r"^invite: +(\S+)$", done.out, re.MULTILINE)
-    [manifest] = re.findall(r"^manifest: +(\S+)$", done.out, re.MULTILINE)
-    return site.folder / manifest, invite
 
 
 def test_the_commands_of_all_pages(tmp_path: Path) -> None:
