@@ -95,11 +95,11 @@ class Presence:
         peers then make are not a minority's."""
         return self.membership.departed(log).issuperset(log.voters)
 
-    def are_most_here(self, log: LogState, incarnation: int, along: Collection[str] = ()) -> bool:
+    def are_most_here(self, log: LogState, incarnation: int, minority: Collection[str] = ()) -> bool:
         """Return True if the live peers, and this peer in our `incarnation`, are a quorum, without the peers in `along`
         that are further on than the log. Other peers further on count, because they are on another branch."""
         live, index = self.live(), log.position.index
-        others = [beat for peer, beat in live.items() if beat.index <= index or peer not in along]
+        others = [beat for peer, beat in live.items() if beat.index <= index or peer not in minority]
         incarnations = {beat.peer: beat.incarnation for beat in others}
         incarnations[self._me] = incarnation
         here = {peer for peer, incarnation in incarnations.items() if log.counts(peer, incarnation)}

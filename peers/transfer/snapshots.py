@@ -182,8 +182,8 @@ class _SnapshotCache:
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._first: tuple[bytes, Snapshot] | None = None
-        self._second: tuple[bytes, Snapshot] | None = None
+        self._main: tuple[bytes, Snapshot] | None = None
+        self._extra: tuple[bytes, Snapshot] | None = None
         self._is_asked_for = False
         """True if the second one was frozen for a joiner, not at a chosen entry."""
         self._leaves_at = 0.0
@@ -203,7 +203,7 @@ class _SnapshotCache:
     def reuse(self, head: bytes) -> bool:
         """If the snapshot at this head is held, make it the first one. Return True if it is held."""
         snapshot = self.held(head)
-        if snapshot is not None and self._second is not None and self._second[1] is snapshot:
+        if snapshot is not None and self._extra is not None and self._extra[1] is snapshot:
             self.add_chosen(head, snapshot)
         return snapshot is not None
 
@@ -212,43 +212,43 @@ class _SnapshotCache:
 
         Drop the second one if no peer fetches it any more, its time is over, or a chosen one replaces it.
         """
-        if self._second is None:
+        if self._extra is None:
             return True
-        now, (_, snapshot) = self._clock(), self._second
+        now, (_, snapshot) = self._clock(), self._extra
         if snapshot.is_in_use(now) and now < self._leaves_at and not (is_chosen and self._is_asked_for):
             return False
-        self._drop_second()
+        self._drop_extra()
         return True
 
     def add_chosen(self, head: bytes, snapshot: Snapshot) -> None:
         """Make this snapshot the first one. If a peer still fetches the former first one, keep that as the second."""
-        before, self._first = self._first, (head, snapshot)
+        before, self._main = self._main, (head, snapshot)
         if before is not None and before[0] != head and before[1].is_in_use(self._clock()):
-            self._put_second(*before, is_asked_for=False)
-        elif self._second is not None and self._second[0] == head:
-            self._second = None
+            self._put_extra(*before, is_asked_for=False)
+        elif self._extra is not None and self._extra[0] == head:
+            self._extra = None
 
     def add_asked_for(self, head: bytes, snapshot: Snapshot) -> None:
         """Store a snapshot that a joiner asked for as the second one, or as the first one if there is none."""
-        if self._first is None:
-            self._first = head, snapshot
+        if self._main is None:
+            self._main = head, snapshot
         else:
-            self._put_second(head, snapshot, is_asked_for=True)
+            self._put_extra(head, snapshot, is_asked_for=True)
 
-    def _drop_second(self) -> None:
-        if self._second is not None:
-            self._second[1].let_go()
-            self._second = None
+    def _drop_extra(self) -> None:
+        if self._extra is not None:
+            self._extra[1].let_go()
+            self._extra = None
 
-    def _put_second(self, head: bytes, snapshot: Snapshot, is_asked_for: bool) -> None:
-        if self._second is not None and self._second[1] is not snapshot:
-            self._drop_second()
-        self._second, self._is_asked_for = (head, snapshot), is_asked_for
+    def _put_extra(self, head: bytes, snapshot: Snapshot, is_asked_for: bool) -> None:
+        if self._extra is not None and self._extra[1] is not snapshot:
+            self._drop_extra()
+        self._extra, self._is_asked_for = (head, snapshot), is_asked_for
         self._leaves_at = self._clock() + max(LEAVE, len(snapshot.data) / SLOWEST)
 
     @property
     def _all(self) -> list[tuple[bytes, Snapshot]]:
-        return [one for one in (self._first, self._second) if one is not None]
+        return [one for one in (self._main, self._extra) if one is not None]
 
 
 logger = logging.getLogger(__name__)
