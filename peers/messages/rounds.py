@@ -77,8 +77,8 @@ class Round(Value):
         return digest_of(pack(self))
 
     def author(self, member: Member, contribution: Contribution) -> Author:
-        """Return the facts that a member signs together with its contribution: its id and incarnation, the round's position,
-        and the contribution's number."""
+        """Return the facts that a member signs together with its contribution: its id and incarnation, the round's
+        position, and the contribution's number."""
         return contribution.author(member.peer, member.incarnation, self.name.position)
 
     def counted(self, absent: Mapping[str, int]) -> tuple[Member, ...]:

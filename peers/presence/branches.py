@@ -93,7 +93,7 @@ class Branches:
 
     def _find(self, log: LogState, lineage: Lineage, is_astray: bool) -> tuple[str, ...]:
         """Return the claimants: live peers that say they are further on than our log, or at a place that is not on it.
-        If archives have signed another log (`is_astray`), live peers further back count, too, if their head is not a known one of our log.
+        If archives have signed another log (`is_astray`), all live peers count whose head is not known to be ours.
 
         Members of our last roster come first, and among them the peer that claims the most training. Their logs will
         show whether a claim is true.
