@@ -68,7 +68,7 @@ class _Flights:
         """Seconds from sending a chunk until its answer; 0 if unknown."""
         self._clock = clock
         # The unanswered chunks. The first one is the chunk whose last sending is longest ago. A key has the chunk's
-        # number, and True for an average or False for a member's own blocks.
+        # number, and True for an average or False for a contribution's blocks.
         self._flights: dict[tuple[int, bool], _Flight] = {}
 
     def begin(self, send: SendChunk, stream: object) -> None:

@@ -565,8 +565,8 @@ def _check_amendment(log: LogState, amendment: Amendment | None) -> None:
 def _tenures_after(
     before: Sequence[Tenure], roster: Sequence[str], probation: int, excluded: Collection[str]
 ) -> tuple[Tenure, ...]:
-    """Return the peers' tenures, their numbers of outer steps with them in the roster, after an entry with this roster.
-    Return () in a run without probation.
+    """Return the peers' tenures after an entry with this roster; () in a run without probation. A tenure is the number
+    of outer steps that had a peer in the roster, counted up to `probation`.
 
     Founders have served. If all members are on probation, they have served, too, since they found the run anew.
     Excluded peers begin anew (R17).

@@ -15,7 +15,7 @@ from peers.values.wire import digest_of
 
 SAMPLE = 32  # number of a run's peers whose heartbeats are in the DHT; all of a smaller run
 ELDERS = 16  # peers of the SAMPLE that are the run's oldest; the others are drawn by lot
-SAMPLE_PERIOD = 60.0  # seconds after which other peers are drawn by lot to keep their heartbeats in the DHT
+SAMPLE_PERIOD = 60.0  # seconds after which a new draw by lot chooses peers to keep their heartbeats in the DHT
 ARRIVAL = 60.0  # seconds after a peer's start in which it learns of all older peers
 STORE_SHARE = REFRESH_SHARE  # fraction of a heartbeat's lifetime after which a newer one is stored in the DHT
 # Pause between two searches of the DHT, in seconds for each known other peer: UNEASY for a peer of the run that lately

@@ -56,7 +56,7 @@ SNAPSHOT_PEERS = 8  # maximum number of peers chosen to make a snapshot after on
 ASKED = 16  # maximum number of peers that a joiner asks for an offer
 OFFER_TIMEOUT = 60.0  # seconds for an offer: the slowest peer may have to finish an outer step first
 PATIENCE, PAUSE = 10.0, 1.0  # maximum seconds to wait until the log vouches for a snapshot; seconds between two checks
-RANGES_AT_LEAST = 64  # minimum number of requests for one snapshot with enough chunks, so that no donor is slow to end
+RANGES_AT_LEAST = 64  # minimum number of requests for one snapshot with enough chunks, so that no donor idles at the end
 RANGE = 8  # maximum number of chunks in one request for a snapshot
 DIGESTS_LIMIT = 1 << 26  # maximum bytes of the digests of a snapshot's chunks: enough for a state of 2 TiB
 MEMORY_SHARE = 4096  # digests may use 1/MEMORY_SHARE of free memory, enough for a state of 8 times the free memory
@@ -180,8 +180,8 @@ async def serve_snapshots(transport: PullTransport, sources: Mapping[str, Snapsh
 class _SnapshotCache:
     """The store of a peer's snapshots: at most two, each with the head of the log at its position.
 
-    The *main* snapshot is from the last chosen entry, so that other peers have it, too. The *extra* one was made for a
-    joiner that asked, or it is the former main one, and a peer still fetches it.
+    Joiners are offered the *main* snapshot first. The *extra* one was made for a joiner that asked, or it is the former
+    main one, and a peer still fetches it.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
