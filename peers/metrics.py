@@ -41,7 +41,7 @@ class Health:
 
     def __init__(self, clock: Callable[[], float] = now) -> None:
         self._clock = clock
-        # By part: the time of its last sign of life, the latest time for the next, and the reason to report without it.
+        # By part: the time of its last sign of life, the latest time for the next, the failure to report after that.
         self._due: dict[str, tuple[float, float, str]] = {}
         self._failures: dict[str, str] = {}
 

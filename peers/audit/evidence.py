@@ -88,8 +88,8 @@ class ProofLimits:
             del self._wanted[oldest]
 
     def is_due(self, sender: str, proof: bytes) -> bool:
-        """Return True if this peer should check a proof, given by its digest. A wanted proof is always checked. Of
-        other proofs, LOOKED_AT of each sender are checked in a cycle, and none after a false one."""
+        """Return True if this peer should check a proof, given by its digest. It checks each proof that it misses for a
+        header's faults. Of other proofs, it checks LOOKED_AT of each sender in a cycle, and none after a false one."""
         if proof in self._wanted:
             return True
         self._looked_at[sender] += 1
@@ -177,7 +177,7 @@ class Evidence:
 
     def _observe_certificate(self, certificate: Certificate, log: LogState, lineage: Lineage) -> tuple[Fault, ...]:
         """Remember the votes and farewells in a certificate. Return the faults that they prove. Votes for the run's
-        first entry prove none, because no entry may name its own members, which are the voters."""
+        first entry are not remembered, because no entry may name lies about the first entry (R9)."""
         position, faults = log.position, list[Fault]()
         voters = committee(certificate.group, position.head) if certificate.group else log.electors
         for signer in certificate.signers:
@@ -286,7 +286,7 @@ class Evidence:
         return self._remember(Known(proof.fault, proof.position, pack(proof)))
 
     def _remember(self, known: Known) -> tuple[Fault, ...]:
-        """Store a checked proof. Return its fault if it is the first proof against this peer, otherwise nothing."""
+        """Store a checked proof. Return its fault if it is the first proof against the accused peer, else ()."""
         fault, is_first = known.fault, not self.has_convicted(known.fault.peer)
         self._proven[fault.proof] = fault, known.position
         self._proven.move_to_end(fault.proof)

@@ -67,7 +67,8 @@ class _Flights:
         self.usual = usual
         """Seconds from sending a chunk until its answer; 0 if unknown."""
         self._clock = clock
-        # The unanswered chunks, oldest last sending first. A key has the chunk's number, and True for an average.
+        # The unanswered chunks. The first one is the chunk whose last sending is longest ago. A key has the chunk's
+        # number, and True for an average or False for a contribution's blocks.
         self._flights: dict[tuple[int, bool], _Flight] = {}
 
     def begin(self, send: SendChunk, stream: object) -> None:
@@ -94,8 +95,9 @@ class _Flights:
         self._flights = {key: flight for key, flight in self._flights.items() if flight.send.reduced}
 
     def late(self, stream: object, patience: float) -> SendChunk | None:
-        """Return a chunk that another stream sent more than `patience` seconds and LATE_FLIGHT times the usual answer
-        time ago, or None. The limit doubles with each stream that sent the chunk, so that copies fill no slow link.
+        """Return a chunk that another stream sent, and whose answer is late; None if there is none. The limit is
+        `patience` seconds, or LATE_FLIGHT times the usual answer time if that is longer. It doubles with each further
+        stream that sent the chunk, so that copies do not fill a slow link.
 
         The chunk counts as sent on this stream from now on, so that no other stream sends it, too.
         """

@@ -60,7 +60,7 @@ class Rounds:
 
     @property
     def costs(self) -> RoundCosts:
-        """The costs of all rounds so far, including the current round."""
+        """The seconds and bytes of all rounds so far, including the current round, and the peak rates."""
         present = 0.0 if self._began_at is None else now() - self._began_at
         traffic = self.traffic
         return RoundCosts(self._seconds + present, traffic.uplink.sent_bytes, traffic.received_bytes, *traffic.peaks)

@@ -210,7 +210,8 @@ class Scout:
 
     async def _measure(self, peers: list[str]) -> None:
         """Measure this machine's link by transfers with some of `peers`, one after another. Record the median rate in
-        each direction (the higher of two rates), which one slow or lying peer of three cannot decide."""
+        each direction, or of two rates the higher one. One slow or lying peer of three cannot push the median beyond
+        the rates of the other two."""
         rates = list[tuple[float, float]]()
         for peer in random.sample(peers, min(len(peers), TRIES)):
             try:

@@ -56,13 +56,13 @@ class Training:
         format: int | None = None,
         share: Callable[[], float] = lambda: 1.0,
     ) -> None:
-        """Create the training of a workload's workers.
+        """Create the object without a lease. `begin` then trains a lease with the workload's workers.
 
         Args:
             buffers: one for each fragment.
             format: the format of all contributions; None for the first one that the uplink has time for.
-            share: returns the largest share of a whole contribution's bytes that this peer sends, if the run has a
-                format small enough.
+            share: returns a fraction of the bytes of a contribution in the run's first format. This peer chooses a
+                format with at most that fraction of the bytes, or if there is none, the smallest format.
         """
         self._workload = workload
         self._buffers = buffers
@@ -152,8 +152,8 @@ class Training:
         return format
 
     def _planned_tokens(self, train: Train) -> int:
-        """Return the tokens that all inner steps of a lease will train, as expected before most of the steps. They are
-        fewer if the workers train less than the run's batch in a step."""
+        """Return an estimate of the tokens that all inner steps of a lease will train, made before the last steps. The
+        estimate is lower if the steps so far trained fewer tokens than the run's batch has, on average."""
         settings = self._host.peer.settings
         batch = settings.samples_per_lease // settings.inner_steps
         tokens = min(sample_count(train.samples), train.steps * batch) * settings.tokens_per_sample

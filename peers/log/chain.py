@@ -28,17 +28,17 @@ from peers.values.wire import Count, Digest, PeerId, Value, pack, unpack
 FRAMES = 32
 """Number of cycles from one stored whole header to the next. A lookup follows fewer outcomes than this."""
 STRETCH_LIMIT = 256  # maximum number of entries in a stretch
-STRETCH_BYTES = 1 << 22  # bytes of outcomes and certificates after which a stretch ends
-HEADER_LIMIT = 1 << 20  # maximum bytes of an entry's packed header or outcome
+STRETCH_BYTES = 1 << 22  # bytes of outcomes and certificates after which no further cycle is added to a stretch
+HEADER_LIMIT = 1 << 20  # maximum bytes of an entry, packed as a header, or in brief as an outcome
 
 
 class Turnout(Value):
-    """A roster in brief. A range [first, last) stands for the members at these places in `LogState.lease_places`.
-    Members without a lease, or in another incarnation than the log expects, are in full.
+    """A roster in brief. In `members`, a range [first, last) stands for the members at these places in
+    `LogState.lease_places`. A Member stands for itself: it has no lease, or not the incarnation that the log expects.
 
-    `less` has the members in runs that differ: they trained a beginning of their lease, were absent from some chunks,
-    want other samples next, or sent another format. Each one has the places in the roster since the last one, the
-    missing samples and tokens, the samples wanted, and the format.
+    `less` describes the members in ranges that differ from `LogState.expected`, because they trained only a beginning
+    of their lease, were absent from some chunks, want other samples next, or sent another format. Its numbers are the
+    places in the roster since the last such member, the missing samples and tokens, the samples wanted, and the format.
     """
 
     members: Annotated[tuple[tuple[Count, Count] | Member, ...], Field(max_length=MEMBER_LIMIT)]
@@ -46,7 +46,11 @@ class Turnout(Value):
 
     @classmethod
     def of(cls, log: LogState, roster: Sequence[Member]) -> Turnout:
-        """Return a roster in brief. Raises: LogError when a member's samples are not of its own lease or grant."""
+        """Return a roster in brief, without the data that follows from `log`, the log before the roster's entry.
+
+        Raises:
+            LogError: the log does not allow a member, such as one whose samples are of another peer's lease.
+        """
         members, less, last = list[tuple[int, int] | Member](), list[tuple[int, int, int, int, int]](), 0
         for number, member in enumerate(roster):
             log.check_member(member)
@@ -67,10 +71,10 @@ class Turnout(Value):
         return cls(members=tuple(members), less=tuple(less))
 
     def roster(self, log: LogState) -> tuple[Member, ...]:
-        """Return the roster in full, given the log before the entry.
+        """Return the roster in full. `log` is the log before the roster's entry.
 
         Raises:
-            LogError: it names places that do not exist, has too many members, or a member's samples are not its own.
+            LogError: it names places that do not exist, has too many members, or has one that the log does not allow.
         """
         runs, roster = (one for one in self.members if isinstance(one, tuple)), list[Member]()
         if any(not first < last <= len(log.lease_holders) for first, last in runs):
@@ -113,7 +117,8 @@ class Outcome(Value):
 
 
 def outcome_of(log: LogState, header: Header) -> Outcome:
-    """Return the outcome of an entry of the log's present cycle. Raises: LogError when the entry does not follow."""
+    """Return an entry of the log's present cycle in brief, given its header. Raises: LogError when the entry does not
+    follow from the log."""
     return _outcome_of(log.opening(header.fragment), header)
 
 
@@ -139,7 +144,8 @@ def follow(log: LogState, content: Header | Outcome) -> LogState:
 
 @lru_cache(maxsize=8)
 def _outcome_of(log: LogState, header: Header) -> Outcome:
-    """Return the outcome of an entry. Cached, since one entry is sent to all members and written to the disk."""
+    """Return the next entry after `log` in brief, given its header. Cached, since one entry is sent to all members and
+    written to the disk."""
     log.append(header)
     return Outcome(
         previous=header.previous,
@@ -172,7 +178,8 @@ StretchEntry: TypeAlias = tuple[Annotated[Header | Outcome, Field(union_mode="le
 
 class Stretch(Value):
     """Consecutive entries of whole cycles, as one peer sends them to another, each with its certificate (None if the
-    sender does not know it). The first cycle is sent as headers, unless the reader surely knows the log before it."""
+    sender does not know it). Entries are in brief, but those of the first cycle are headers if the sender or the
+    receiver does not know the log before it."""
 
     contents: Annotated[tuple[StretchEntry, ...], Field(max_length=STRETCH_LIMIT)] = ()
 
@@ -378,7 +385,8 @@ class Chain:
 
     def stretch(self, first: int, last: int, is_whole: bool) -> Stretch:
         """Return as many of the chain's cycles [first, last) as a stretch may have; none if the chain does not have
-        `first`. The first one is in full headers if the reader (`is_whole`) or this chain knows no log before."""
+        `first`. Entries are in brief. Those of the first cycle are headers if this chain does not know the log before
+        them, or `is_whole` is True because the receiver does not know it."""
         entries = self.cycles(first, min(last, first + max(1, STRETCH_LIMIT // self.fragments)))
         if not entries or entries[0].index != first:
             return Stretch()

@@ -330,7 +330,7 @@ class RunLog:
         """Delete the payloads of entries with an index less than `before` from the disk. Raises: LogFolderError."""
 
     def keep_proofs(self, proofs: Iterable[bytes]) -> None:
-        """Store the proofs of the faults in an entry's annex, if this log is on a disk. Raises: LogFolderError."""
+        """Store the proofs of the faults that an entry notes, if this log is on a disk. Raises: LogFolderError."""
 
     def has_proof(self, digest: bytes) -> bool:
         """Return True if this log's folder has the proof with this digest."""

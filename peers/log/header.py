@@ -205,5 +205,6 @@ def cycle_head(entries: Sequence[bytes]) -> bytes:
 
 def may_be_named(lied_at: int, index: int, exclusion: int) -> bool:
     """Return True if entry `index` may name a lie about entry `lied_at`. The lie must be less than FAULT_AGE cycles
-    old, and an exclusion for it must not be over yet. Lies about the first entry exclude no peer (R9)."""
+    old, and less than `exclusion`, the number of cycles for which a liar is excluded. Lies about the first entry are
+    never named (R9)."""
     return 0 < lied_at <= index < lied_at + min(FAULT_AGE, exclusion)

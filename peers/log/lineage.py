@@ -30,7 +30,7 @@ class Lineage:
     """The last entries of a peer's log. Entries before the snapshot with which the peer began are missing: only their
     heads are known, from the peers that vouched for the snapshot, or from the log on this machine (`recall`).
 
-    `doubt` is the newest place in it from which a minority went on, according to the certificates.
+    `doubt` is the newest place in it at which a minority made an entry alone, according to the certificates.
     """
 
     def __init__(self, log: LogState) -> None:
@@ -110,7 +110,7 @@ class Lineage:
 
     def move(self, log: LogState, theirs: Sequence[bytes], doubt: LogState | None = None) -> tuple[Header, ...]:
         """Replace this lineage by another one, in which the peer begins at a snapshot, at the end of `log`.
-        `theirs` are that lineage's newest heads. `doubt` is its newest place from which a minority went on alone.
+        `theirs` are that lineage's newest heads. `doubt` is its newest place at which a minority made an entry.
 
         Return the entries that this peer gives up: its own, of cycles that are not among `theirs`. Older entries than
         `theirs` reaches may be in both lineages.
@@ -140,7 +140,7 @@ class Branch:
     `first` has the entries of the first cycle: by fragment, the digest and the support. `certificates` are theirs, with
     checked signatures. `heads` has the log's head after each cycle, from `start` on, by index. `states` has the digests
     of the state there, as certified entries name them, and `claimed` as uncertified ones do. `doubts` are the places
-    from which a minority went on. `founders` is the number of founders, if the branch has the run's first entry.
+    at which a minority made an entry. `founders` is the number of founders, if the branch has the run's first entry.
     """
 
     start: LogState
@@ -154,8 +154,8 @@ class Branch:
     certificates: Mapping[int, Certificate] = field(default_factory=dict)
 
     def doubt_before(self, index: int, ours: LogState | None = None) -> LogState | None:
-        """Return the log at the last place before `index` from which a minority went on alone, or None. `ours`, the
-        newest such place in this peer's own log, counts if the branch starts after it."""
+        """Return the log at the last place before `index` at which a minority made an entry alone, or None. `ours` is
+        the newest such place in this peer's own log. It is in the branch's log, too, if the branch starts after it."""
         is_in_both = ours is not None and ours.position.index < self.start.position.index
         doubts = (*((ours,) if is_in_both else ()), *self.doubts)
         return next((doubt for doubt in reversed(doubts) if doubt and doubt.position.index < index), None)

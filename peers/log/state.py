@@ -307,7 +307,8 @@ class LogState:
         return tuple(_grants(self.pool, self.samples_per_lease).values())
 
     def lease_of(self, peer: str, samples: Lease) -> Lease:
-        """Return the lease of a peer, or for a peer without a lease the grant, that begins with `samples`.
+        """Return the peer's lease. If it has none, return the grant that begins with `samples`, or () if `samples` is
+        empty.
 
         Raises:
             LogError: they begin neither its lease nor a grant. Scattered samples would cost all peers, for ever.
@@ -435,8 +436,8 @@ class LogState:
 def _closing(
     log: LogState, roster: tuple[Member, ...], faults: tuple[Fault, ...], gone: tuple[str, ...]
 ) -> dict[str, Any]:
-    """Return the header fields that only a closing entry has: the next leases, the pool, the tokens so far, the
-    tenures, the excluded peers, and the bystanders. Cached, since a round needs them when it begins and when it ends.
+    """Return the header fields that only a closing entry has: the next leases, the samples left for later leases, the
+    tokens so far, the tenures, the excluded peers, and the bystanders. Cached, since a round needs them twice.
 
     Raises:
         LogError: a member trained samples that are not its own.
@@ -540,8 +541,8 @@ def _append(log: LogState, header: Header) -> LogState:
 
 
 def _check_gone(gone: Sequence[str], voters: Sequence[str], named: Collection[str]) -> None:
-    """Raise LogError unless `gone` are voters in the voters' order, and none is in `named`: the entry's members, and
-    the peers in its annex."""
+    """Raise LogError unless `gone` are voters in the voters' order, and none is in `named`, which has the entry's
+    members and the peers whose faults it notes."""
     chosen = set(gone)
     if tuple(gone) != tuple(peer for peer in voters if peer in chosen):
         raise LogError("the peers that it calls gone are not voters in the voters' order")
@@ -564,7 +565,8 @@ def _check_amendment(log: LogState, amendment: Amendment | None) -> None:
 def _tenures_after(
     before: Sequence[Tenure], roster: Sequence[str], probation: int, excluded: Collection[str]
 ) -> tuple[Tenure, ...]:
-    """Return the peers' tenures after an entry with this roster; none in a run without probation.
+    """Return the peers' tenures after an entry with this roster; () in a run without probation. A tenure is the number
+    of outer steps that had a peer in the roster, counted up to `probation`.
 
     Founders have served. If all members are on probation, they have served, too, since they found the run anew.
     Excluded peers begin anew (R17).
@@ -597,7 +599,8 @@ def committee(voters: tuple[tuple[str, int], ...], seed: bytes) -> tuple[tuple[s
 
 
 def _check_annex(faults: Sequence[Fault], known: Collection[str], roster: Collection[str]) -> None:
-    """Raise LogError if an entry's annex names a peer twice, a member of the entry, or a peer without lease and vote.
+    """Raise LogError if an entry notes two faults of one peer, a fault of a member of its `roster`, or a fault of a
+    peer that is not `known`, because it has neither lease nor vote.
 
     Only peers with a lease or a vote can be excluded, so that a liar cannot fill the log with peers that it has made
     up. Members of the entry cannot be excluded: a peer that is needed for it is excluded later.

@@ -92,7 +92,7 @@ class Norms(Value):
 
     @property
     def digest(self) -> bytes:
-        """The digest of all contributions to a round."""
+        """The digest of both fields, and so of all fields of all contributions to a round."""
         return digest_of(pack(self))
 
 

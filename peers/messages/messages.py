@@ -65,7 +65,8 @@ class Refuse(Value):
 
 class Certified(Value):
     """Leader → all: this header is prepared (phase 1: a lock) or committed (phase 2: an entry), as the certificate
-    proves. Without a certificate, it is the entry of a group whose members have all left."""
+    proves. `certificate` is None if the sender knows none. Then the receiver believes the entry only if no voter of the
+    position is live, or all of them have sent farewells (R21)."""
 
     kind: ClassVar[Literal["certified"]] = "certified"
     header: Header

@@ -94,9 +94,8 @@ def _shown(plain: object) -> str:
 
 
 def unpack_message(run: str, data: bytes, log: LogState | None) -> Message | Unread | None:
-    """Return the message in these bytes, as a peer with this log reads it.
-
-    A message about another position is returned as Unread, a certificate about one as None, since it is of no use.
+    """Return the message in these bytes. `log` is the receiver's log, if any. A message in brief can be read only with
+    the log at the message's position; without that log, return None for a Certified, and Unread for other kinds.
 
     Raises:
         WireError: the bytes are no message of this protocol version and this run.
@@ -109,7 +108,8 @@ def _understand(
     kind: type[Message], position: Position, values: Sequence[object], log: LogState | None
 ) -> Message | Unread | None:
     """Return the message of this kind with these field values. `log` is the log at `position`; None if the receiver
-    does not have it. Raises: WireError."""
+    does not have it. Then, if the message is in brief, return None for a Certified, and Unread for other kinds. Raises:
+    WireError."""
     if log is not None:
         return _read(kind, log.position, values, log)  # comparisons with the log's own position object are faster
     if kind not in RELATIVE:

@@ -77,7 +77,8 @@ class Round(Value):
         return digest_of(pack(self))
 
     def author(self, member: Member, contribution: Contribution) -> Author:
-        """Return the author of the commitment to a member's contribution."""
+        """Return the facts that a member signs together with its contribution: its id and incarnation, the round's
+        position, and the contribution's number."""
         return contribution.author(member.peer, member.incarnation, self.name.position)
 
     def counted(self, absent: Mapping[str, int]) -> tuple[Member, ...]:

@@ -88,9 +88,8 @@ class Audience:
         self._under_way.add(peer)
 
     def answered(self, peer: str, sequence: int | None, wants: bool) -> None:
-        """Record that a peer has answered a call: the heartbeat with this `sequence`, or a beat if that is None.
-
-        With `wants`, the peer asks for our signed heartbeat.
+        """Record that a peer has answered a call. The call carried our signed heartbeat with this `sequence`, or a beat
+        if `sequence` is None. `wants` is True if the peer must still get our signed heartbeat.
         """
         self._under_way.discard(peer)
         self._pauses.pop(peer, None)

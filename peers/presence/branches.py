@@ -31,7 +31,8 @@ class Branches:
         self._expiry = expiry
         self._pause = pause
         self._gave_nothing_until: dict[str, float] = {}
-        self._passed_over: dict[str, tuple[int, float]] = {}  # by peer: number of its pauses, end of the last
+        # by peer: number of pauses in asking for its log, and the time on our clock at which the last pause ends
+        self._passed_over: dict[str, tuple[int, float]] = {}
         self._claimants: tuple[tuple[object, ...], tuple[str, ...]] = ((), ())
 
     # Donors ---------------------------------------------------------------------------------------------------
@@ -92,13 +93,13 @@ class Branches:
 
     def _find(self, log: LogState, lineage: Lineage, is_astray: bool) -> tuple[str, ...]:
         """Return the claimants: live peers that say they are further on than our log, or at a place that is not on it.
+        If archives have signed another log (`is_astray`), all live peers count whose head is not known to be ours.
 
         Members of our last roster come first, and among them the peer that claims the most training. Their logs will
         show whether a claim is true.
 
-        A peer that `is_astray`, since archives have signed another log, considers all peers that are not on its own
-        branch. A peer on whose branch too few went on also considers peers further back than it remembers, since they
-        may be with the others.
+        If a minority made an entry of our log, peers further back than our lineage reaches are claimants, too, since
+        they may be with the majority.
         """
         now = self._presence.now
         passed_over = frozenset(peer for peer, (_, until) in self._passed_over.items() if now < until)

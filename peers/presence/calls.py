@@ -20,7 +20,7 @@ SHORT = 8  # number of first bytes of a digest that replace it where a collision
 PAGE = 64  # maximum number of heartbeats in a Page
 KNOWN_LIMIT = 4096  # maximum number of peers that a Request names
 PAGE_BYTES = PAGE * (SIZE_LIMIT + 64)  # maximum size of a Page before compression, in bytes
-REQUEST_BYTES = KNOWN_LIMIT * SHORT + 1024  # maximum size of a packed Request, in bytes: tags, a run id, a version
+REQUEST_BYTES = KNOWN_LIMIT * SHORT + 1024  # maximum bytes of a packed Request: tags of peers, and its other fields
 ANSWER_BYTES = 2 * SIZE_LIMIT + 1024  # maximum size of a packed Answer, in bytes: two heartbeats and a beat
 
 Short = Annotated[bytes, Field(strict=True, min_length=SHORT, max_length=SHORT)]

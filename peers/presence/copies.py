@@ -8,8 +8,8 @@ from peers.presence.heartbeat import Heartbeat, PeerState
 
 LIVES_LIMIT = 8  # maximum number of lives (process starts) with our key that are remembered
 SILENCE_SHARE = 0.6
-"""Fraction of a heartbeat's lifetime without a newer one after which a life is over. Signed heartbeats come after four
-tenths of the lifetime, and reach us within two tenths."""
+"""Fraction of a heartbeat's lifetime without a newer one, after which a process with our key counts as ended. Signed
+heartbeats come after four tenths of the lifetime, and reach us within two tenths."""
 
 
 @dataclass
@@ -23,7 +23,7 @@ class _Life:
     advanced_at: float
 
     def may_go_on(self, now: float) -> bool:
-        """Return True if this life's process may still be running."""
+        """Return True if this process, which is not ours but uses our key, may still be running."""
         return self.newest.state is not PeerState.LEAVING and now - self.advanced_at <= _silence(self.newest)
 
 
@@ -38,7 +38,7 @@ class Copies:
 
     def __init__(self) -> None:
         self.ours: tuple[int, int] | None = None
-        """The life of this process; None before its first heartbeat."""
+        """The life of this process, as in Heartbeat; None before its first heartbeat."""
         self._lives: dict[tuple[int, int], _Life] = {}
 
     def hear(self, heartbeat: Heartbeat, now: float) -> None:
@@ -57,8 +57,8 @@ class Copies:
 
     @property
     def highest(self) -> int:
-        """The highest sequence in another life's heartbeats with our key; 0 if there is none. Our own sequence must be
-        higher."""
+        """The highest sequence in the heartbeats of other processes with our key; 0 if there are none. The sequence of
+        our own heartbeats must be higher."""
         return max((life.newest.sequence for life in self._lives.values()), default=0)
 
     def may_live(self, now: float) -> bool:
@@ -75,5 +75,5 @@ class Copies:
 
 
 def _silence(heartbeat: Heartbeat) -> float:
-    """Return the seconds without a newer heartbeat after which a life is over."""
+    """Return the seconds without a newer heartbeat, after which another process with our key counts as ended."""
     return SILENCE_SHARE * heartbeat.lifetime

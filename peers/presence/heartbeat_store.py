@@ -22,7 +22,8 @@ NEVER = -float("inf")
 
 @dataclass(eq=False)
 class Kept:
-    """The last heartbeats and beats of one peer. Times are seconds on our clock."""
+    """The last heartbeats and beats of one peer, and the number of heartbeats that it may still send at once. `signed`
+    has the bytes and the signature of `heartbeat`. Times are in seconds on our clock."""
 
     heartbeat: Heartbeat
     """The newest signed heartbeat."""

@@ -15,13 +15,13 @@ from peers.values.wire import digest_of
 
 SAMPLE = 32  # number of a run's peers whose heartbeats are in the DHT; all of a smaller run
 ELDERS = 16  # peers of the SAMPLE that are the run's oldest; the others are drawn by lot
-SAMPLE_PERIOD = 60.0  # seconds after which the peers drawn by lot are drawn anew
+SAMPLE_PERIOD = 60.0  # seconds after which a new draw by lot chooses peers to keep their heartbeats in the DHT
 ARRIVAL = 60.0  # seconds after a peer's start in which it learns of all older peers
 STORE_SHARE = REFRESH_SHARE  # fraction of a heartbeat's lifetime after which a newer one is stored in the DHT
-SEARCH_SHARE = 0.25  # least pause between two searches of the DHT if CALM (below): fraction of a heartbeat's lifetime
-# The pause between two searches is this many seconds times the number of known other peers: CALM if one of them was
-# heard over a link lately (and for visitors), otherwise UNEASY.
+# Pause between two searches of the DHT, in seconds for each known other peer: UNEASY for a peer of the run that lately
+# heard none of them over a link, otherwise CALM.
 SEARCH_CALM, SEARCH_UNEASY = 0.5, 0.05
+SEARCH_SHARE = 0.25  # minimum pause with SEARCH_CALM, as a fraction of a heartbeat's lifetime
 SEARCH_LAST = 300.0  # maximum number of seconds between two searches of the DHT
 
 

@@ -21,11 +21,11 @@ class Presence:
     """
 
     def __init__(self, me: str, expiry: float, pause: float, now: float, is_farewell: IsFarewell) -> None:
-        """Create an object without other peers, at the time `now`.
+        """Create the presence of a peer that starts at the time `now`, and has not heard any other peer yet.
 
         Args:
         expiry: seconds of silence after which a peer is not live.
-        pause: seconds without requests to a peer for something that it did not give.
+        pause: seconds for which a peer is not asked again for data that it did not send.
         is_farewell: checks whether a signature of a departure is the peer's own.
         """
         self.now = self._started_at = now
@@ -95,11 +95,12 @@ class Presence:
         peers then make are not a minority's."""
         return self.membership.departed(log).issuperset(log.voters)
 
-    def are_most_here(self, log: LogState, incarnation: int, along: Collection[str] = ()) -> bool:
-        """Return True if the live peers, and this peer in our `incarnation`, are a quorum, without the peers in `along`
-        that are further on than the log. Other peers further on count, because they are on another branch."""
+    def are_most_here(self, log: LogState, incarnation: int, minority: Collection[str] = ()) -> bool:
+        """Return True if the live peers, and this peer in our `incarnation`, are a quorum. Of peers that are further
+        on than the log, those in the `minority` that made the next entry do not count. Others count, because they are
+        on another branch."""
         live, index = self.live(), log.position.index
-        others = [beat for peer, beat in live.items() if beat.index <= index or peer not in along]
+        others = [beat for peer, beat in live.items() if beat.index <= index or peer not in minority]
         incarnations = {beat.peer: beat.incarnation for beat in others}
         incarnations[self._me] = incarnation
         here = {peer for peer, incarnation in incarnations.items() if log.counts(peer, incarnation)}

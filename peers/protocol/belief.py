@@ -78,8 +78,8 @@ class Belief:
         is_signed = support is not None and support.signers > 0
         if not (is_signed or presence.are_all_gone(log) or presence.live().keys().isdisjoint(log.voters)):
             return False
-        along = {*header.peers, *(one.peer for one in header.bystanders)} if is_signed else ()
-        if presence.are_most_here(log, self._context.incarnation, along):
+        minority = {*header.peers, *(one.peer for one in header.bystanders)} if is_signed else ()
+        if presence.are_most_here(log, self._context.incarnation, minority):
             return False
         return self._context.evidence.has(header.faults, self._replica.lineage)
 

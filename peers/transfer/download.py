@@ -25,11 +25,12 @@ from peers.values.wire import Reach, digest_of
 CHANCE = random.Random()
 """Decides at random which of many donors are asked, and in which order."""
 PLACES: Mapping[Reach | None, int] = {Reach.OPEN: 4, Reach.PUNCHED: 4, None: 4, Reach.RELAYED: 2, Reach.NONE: 1}
-"""Donors that give at once: a donor of some reach is added while there are fewer than this. So a relay carries bulk
-data only where too few direct donors are left, and an unreachable donor is tried only when it is the last one."""
+"""Limits on the donors at work at once: a donor with this reach is added while fewer are at work. So a relay carries
+bulk data only where too few direct donors are left, and an unreachable donor is tried only when it is the last one."""
 RANK: Mapping[Reach | None, int] = {Reach.OPEN: 0, Reach.PUNCHED: 0, None: 1, Reach.RELAYED: 2, Reach.NONE: 3}
 MOST = LONGEST  # seconds after which a request to a donor is given up
-# seconds without a range after which a donor loses its place; also the seconds expected for a new donor's first range
+# seconds without a range after which a donor is silent, and does not keep other donors from being asked; also the
+# seconds expected for a new donor's first range
 SILENT = 10.0
 RANGES = 4  # ranges requested from a donor at once, enough for a link of 1 Gbit/s and 40 ms (a range has up to 8 MiB)
 # maximum requests from one peer that this peer answers at the same time: RANGES, and one that was cancelled just now
@@ -199,8 +200,8 @@ class Download:
             worker.result()  # raises the worker's error, if any, which no donor has caused
 
     def _has_place_for(self, donor: str, begun: Sequence[str]) -> bool:
-        """Return True if fewer donors are at work than the number in PLACES for this donor's reach, without counting
-        silent donors (but at most that number of silent ones are left out)."""
+        """Return True if one more donor may be asked. Fewer donors than the limit in PLACES for its reach must be at
+        work without being silent, and fewer than twice that limit must be at work in all."""
         places, at_work = PLACES[self._transport.reach_of(donor)], set(self._workers.values())
         silent = sum(self._now() - self._gave_at[donor] > SILENT for donor in at_work)
         return len(at_work) + len(begun) - min(silent, places) < places

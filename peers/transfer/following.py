@@ -62,13 +62,14 @@ class UncertifiedWait:
     """The wait of a follower before it follows an entry that no quorum has certified."""
 
     def __init__(self, grace: float) -> None:
-        """Create a wait that ends after `grace` seconds."""
+        """Create a wait for a quorum's signatures. After `grace` seconds an entry is followed without them."""
         self._grace = grace
         self._place: Position | None = None
         self._since = 0.0
 
     def may_follow(self, log: LogState, support: Support, beats: Iterable[Heartbeat]) -> bool:
-        """Return True if the follower may follow an entry after `log` whose certificate has this support.
+        """Return True if the follower may now apply an entry after `log`. `support` states how many voters signed the
+        entry's certificate, and if they are a quorum.
 
         An uncertified entry waits until the grace is over. It waits on while `beats` show a quorum that could certify
         one, since any peer may publish an uncertified entry.
@@ -108,8 +109,8 @@ class _OtherLineageError(LogError):
 
 @dataclass(frozen=True)
 class _Next:
-    """The next cycle in a donor's log: the log after the cycle, the cycle's entries with their certificates, and the
-    support of the entry with the weakest certificate."""
+    """The next cycle in a donor's log: the log after the cycle, and the cycle's entries with their certificates.
+    `support` states how many voters signed the weakest certificate, and if they are a quorum."""
 
     donor: str
     log: LogState
@@ -174,7 +175,8 @@ class Donors:
         return beats
 
     async def state_size(self, memory: int) -> int:
-        """Return the size of the run's state in bytes, as most donors report it. `memory` is the free memory in bytes.
+        """Return the size of the run's state in bytes, as most donors report it. Ignore reports of a state whose
+        chunk digests would need more than a small part of `memory`, the free memory in bytes.
 
         Raises: SwarmUnreachableError.
         """
@@ -244,9 +246,7 @@ class Following:
 
     async def advance(self) -> tuple[Header, bytes] | None:
         """Apply the next outer step. Return its closing entry's header, and the digest of the state after the step.
-
-        Return None when no peer is further on, and while the next entry has no quorum's signatures but may still get
-        them.
+        Return None if no peer is further on, or while the next entry may still get a quorum's signatures.
 
         Raises: SwarmUnreachableError when there is no peer; CannotFollowError when no peer has the next entry, or it
         does not fit.

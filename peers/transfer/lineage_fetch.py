@@ -219,7 +219,8 @@ class LineageFetch:
         return _Look(donor, here.position, Walk(start, verify), Chain(self._ours.empty_log)), stretch
 
     def _compared(self, theirs: Branch, here: LogState, chain: Chain) -> Compared:
-        """Return the result: both branches, with the heads before their start that this peer knows."""
+        """Return both branches after the last place that the two logs share. Add the shared heads that this peer knows,
+        because archives may have signed these."""
         both = theirs, self._own_branch(theirs.start, here)
         first, heads = self._ours.first + 1, self._ours.heads(0, theirs.start.position.index)
         theirs, ours = (branch.preceded_by(first, heads) for branch in both)

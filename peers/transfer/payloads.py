@@ -32,7 +32,7 @@ READERS = 16  # maximum number of requests for payloads that this peer answers a
 RANGE = 16  # maximum number of chunks in one request for a payload
 RANGES_AT_LEAST = 32  # minimum number of requests for one payload, if it has enough chunks, so that donors share them
 DIGESTS_TIMEOUT = 60.0  # seconds for a donor to send the digests of a payload's chunks
-STAGGER = 3.0  # seconds after which another donor is asked for the digests, too
+STAGGER = 3.0  # seconds without the digests of a payload's chunks after which another donor is asked, too
 
 PROOF = "proof"
 PROOF_READERS = 4  # maximum number of requests for proofs that this peer answers at the same time; each uses up to 1 MB
@@ -162,7 +162,7 @@ class Payloads:
 
 # Proofs ---------------------------------------------------------------------------------------------------------------
 class ProofRequest(Value):
-    """A request for the proof of a fault. `proof` is the proof's digest, as an entry's annex names it."""
+    """A request for the proof of a fault. `proof` is the proof's digest, as in the entry that notes the fault."""
 
     run: RunId
     proof: Digest

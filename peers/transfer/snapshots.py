@@ -47,8 +47,8 @@ READERS = 16  # maximum requests from live peers of the run that this peer answe
 STRANGERS = 6
 OFFERED = 15.0  # seconds for which a snapshot is held after an offer, even if it is no longer the newest
 IN_USE = 60.0  # seconds for which a snapshot is held after a joiner last fetched chunks of it
-LEAVE = 600.0  # minimum seconds for which the second of a peer's two snapshots may be fetched
-SLOWEST = 500_000  # bytes a second; a joiner with this rate has time to fetch the second of a peer's two snapshots
+LEAVE = 600.0  # seconds for which joiners may fetch an extra snapshot (see _SnapshotCache), or more if it is large
+SLOWEST = 500_000  # bytes a second; a joiner with this rate has time to fetch the whole of a large extra snapshot
 SETTLE_TIMEOUT = 20.0  # maximum seconds for which a joiner waits for this peer to finish an outer step
 NOT_YET = "the snapshot is made when the outer step under way ends; ask again then"
 NO_ROOM = "as many snapshots as there is room for are being fetched; ask again later"
@@ -56,7 +56,7 @@ SNAPSHOT_PEERS = 8  # maximum number of peers chosen to make a snapshot after on
 ASKED = 16  # maximum number of peers that a joiner asks for an offer
 OFFER_TIMEOUT = 60.0  # seconds for an offer: the slowest peer may have to finish an outer step first
 PATIENCE, PAUSE = 10.0, 1.0  # maximum seconds to wait until the log vouches for a snapshot; seconds between two checks
-RANGES_AT_LEAST = 64  # minimum number of requests for one snapshot, if it has enough chunks, so that the last end soon
+RANGES_AT_LEAST = 64  # minimum requests for one snapshot with enough chunks, so that no donor idles at its end
 RANGE = 8  # maximum number of chunks in one request for a snapshot
 DIGESTS_LIMIT = 1 << 26  # maximum bytes of the digests of a snapshot's chunks: enough for a state of 2 TiB
 MEMORY_SHARE = 4096  # digests may use 1/MEMORY_SHARE of free memory, enough for a state of 8 times the free memory
@@ -178,77 +178,84 @@ async def serve_snapshots(transport: PullTransport, sources: Mapping[str, Snapsh
 
 
 class _SnapshotCache:
-    """The store of a peer's snapshots: at most two, each with the head of the log at its position."""
+    """The store of a peer's snapshots: at most two, each with the head of the log at its position.
+
+    Joiners are offered the *main* snapshot first. The *extra* one was made for a joiner that asked, or it is the former
+    main one, and a peer still fetches it.
+    """
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._first: tuple[bytes, Snapshot] | None = None
-        self._second: tuple[bytes, Snapshot] | None = None
+        self._main: tuple[bytes, Snapshot] | None = None
+        self._extra: tuple[bytes, Snapshot] | None = None
         self._is_asked_for = False
-        """True if the second one was frozen for a joiner, not at a chosen entry."""
+        """True if the extra snapshot was made for a joiner, so that it is not a former main one."""
         self._leaves_at = 0.0
 
     def held(self, head: bytes) -> Snapshot | None:
         return next((snapshot for at, snapshot in self._all if at == head), None)
 
     def new_enough(self, least: int) -> Snapshot | None:
-        """Return a held snapshot of outer step `least` or later; None if there is none. Prefer the first of the two,
-        because other peers have it, too.
+        """Return a held snapshot of outer step `least` or later; None if there is none. Prefer the main one
+        to the extra one, because other peers have the main one, too.
 
-        A second snapshot that was replaced as the first is not returned: it may be of a log that was left.
+        A former main one is not returned, because it may be of a branch that this peer has left.
         """
         given = self._all if self._is_asked_for else self._all[:1]
         return next((snapshot for _, snapshot in given if snapshot.index >= least), None)
 
     def reuse(self, head: bytes) -> bool:
-        """If the snapshot at this head is held, make it the first one. Return True if it is held."""
+        """Return True if the snapshot at this head is held. If it is the extra one, make it the main one, which joiners
+        are offered first."""
         snapshot = self.held(head)
-        if snapshot is not None and self._second is not None and self._second[1] is snapshot:
+        if snapshot is not None and self._extra is not None and self._extra[1] is snapshot:
             self.add_chosen(head, snapshot)
         return snapshot is not None
 
     def has_room(self, is_chosen: bool) -> bool:
         """Return True if there is room for another snapshot: one that is due (`is_chosen`), or that a joiner asked for.
 
-        Drop the second one if no peer fetches it any more, its time is over, or a chosen one replaces it.
+        Drop the extra one if no peer fetches it any more, its time is over, or a chosen one replaces it.
         """
-        if self._second is None:
+        if self._extra is None:
             return True
-        now, (_, snapshot) = self._clock(), self._second
+        now, (_, snapshot) = self._clock(), self._extra
         if snapshot.is_in_use(now) and now < self._leaves_at and not (is_chosen and self._is_asked_for):
             return False
-        self._drop_second()
+        self._drop_extra()
         return True
 
     def add_chosen(self, head: bytes, snapshot: Snapshot) -> None:
-        """Make this snapshot the first one. If a peer still fetches the former first one, keep that as the second."""
-        before, self._first = self._first, (head, snapshot)
+        """Store a snapshot as the main one, which joiners are offered first. If a peer still fetches the former main
+        one, keep that as the extra one."""
+        before, self._main = self._main, (head, snapshot)
         if before is not None and before[0] != head and before[1].is_in_use(self._clock()):
-            self._put_second(*before, is_asked_for=False)
-        elif self._second is not None and self._second[0] == head:
-            self._second = None
+            self._put_extra(*before, is_asked_for=False)
+        elif self._extra is not None and self._extra[0] == head:
+            self._extra = None
 
     def add_asked_for(self, head: bytes, snapshot: Snapshot) -> None:
-        """Store a snapshot that a joiner asked for as the second one, or as the first one if there is none."""
-        if self._first is None:
-            self._first = head, snapshot
+        """Store a snapshot that a joiner asked for as the extra one, which is dropped first. If there is no main one,
+        store it as the main one."""
+        if self._main is None:
+            self._main = head, snapshot
         else:
-            self._put_second(head, snapshot, is_asked_for=True)
+            self._put_extra(head, snapshot, is_asked_for=True)
 
-    def _drop_second(self) -> None:
-        if self._second is not None:
-            self._second[1].let_go()
-            self._second = None
+    def _drop_extra(self) -> None:
+        if self._extra is not None:
+            self._extra[1].let_go()
+            self._extra = None
 
-    def _put_second(self, head: bytes, snapshot: Snapshot, is_asked_for: bool) -> None:
-        if self._second is not None and self._second[1] is not snapshot:
-            self._drop_second()
-        self._second, self._is_asked_for = (head, snapshot), is_asked_for
+    def _put_extra(self, head: bytes, snapshot: Snapshot, is_asked_for: bool) -> None:
+        if self._extra is not None and self._extra[1] is not snapshot:
+            self._drop_extra()
+        self._extra, self._is_asked_for = (head, snapshot), is_asked_for
         self._leaves_at = self._clock() + max(LEAVE, len(snapshot.data) / SLOWEST)
 
     @property
     def _all(self) -> list[tuple[bytes, Snapshot]]:
-        return [one for one in (self._first, self._second) if one is not None]
+        return [one for one in (self._main, self._extra) if one is not None]
 
 
 logger = logging.getLogger(__name__)
@@ -331,7 +338,8 @@ class Snapshotter:
             self._refusal = "this peer cannot make a snapshot; ask another one"
 
     def hold(self, snapshot: FrozenSnapshot) -> None:
-        """Make this snapshot the first one. Keep the former first one only if a peer still fetches it."""
+        """Hold this snapshot as the one that joiners are offered first. Hold the one before it only if a peer still
+        fetches it."""
         self._cache.add_chosen(self._peer.log.at(snapshot.last, snapshot.ends).position.head, snapshot)
         self._on_snapshot(snapshot)
 
@@ -434,8 +442,8 @@ class Vouched:
 
     @cached_property
     def _places(self) -> dict[int, LogState]:
-        """The logs, by index, that end where this peer needs other peers' reports of the state: at the branch's end,
-        and where only an entry with too few signatures names the state."""
+        """The logs, by index, at whose ends no certified entry names the state, so that live peers must report it: the
+        log at the end of `branch`, and those after which an entry with too few signatures names the state."""
         claimed = (place for place in self.branch.doubts if place.position.index in self.branch.claimed)
         return {place.position.index: place for place in (*claimed, self.branch.end)}
 
@@ -509,9 +517,9 @@ async def fetch_snapshot(
 
 
 async def _choose(offered: Mapping[str, Offered], vouch: Callable[[], Awaitable[Vouched]]) -> list[str]:
-    """Wait at most PATIENCE seconds until the log vouches for an offered snapshot. Return the donors of that snapshot.
+    """Return the donors of an offered snapshot for which the log vouches. Wait at most PATIENCE seconds until it does.
 
-    Raises: SnapshotError; the exceptions of `vouch`.
+    Raises: SnapshotError, also after PATIENCE seconds; the exceptions of `vouch`.
     """
     clock = asyncio.get_running_loop()
     until = clock.time() + PATIENCE

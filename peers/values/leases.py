@@ -92,8 +92,8 @@ class SamplePool:
         return dealt, SamplePool(cursor, tuple(reversed(free)))
 
     def claim(self, lease: Iterable[SampleRange]) -> SamplePool:
-        """Return the pool without the given ranges, which peers have trained or leased. Other samples below the new
-        cursor become free.
+        """Return the pool without the given ranges, which peers have trained or leased. If a range ends beyond the
+        cursor, its end becomes the cursor. Samples that are skipped so become free.
 
         Raises:
             ValueError: a range is not in the pool, because another peer trained or holds it, or is claimed twice.

@@ -20,7 +20,7 @@ Inspect: TypeAlias = Callable[[int, Blocks, int], float]
 
 @dataclass(frozen=True)
 class PayloadKind:
-    """The size of one fragment's payloads, and the function that checks and measures their chunks."""
+    """The size of one fragment's payloads, and the function that checks a chunk and returns its squared norm."""
 
     size: PayloadSize
     inspect: Inspect
@@ -31,7 +31,8 @@ OnCaptured: TypeAlias = Callable[[int], Awaitable[None]]
 
 
 async def captures_nothing(fragment: int) -> None:
-    """Do nothing. It is the default of `on_captured`, since with one fragment no values are stored during training."""
+    """Do nothing after a capture of this fragment. It is the default for a run with one fragment, whose only capture is
+    at the end of the training."""
 
 
 @dataclass(frozen=True)
