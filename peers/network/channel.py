@@ -36,7 +36,9 @@ HEADER_LIMIT = MESSAGE_LIMIT  # bytes of a stream's header, at most, since that 
 FRAME = struct.Struct(">IQ")  # a frame's header length and data length, in bytes
 LAST_FRAME = 0xFFFFFFFF  # value of a frame's header length that marks the end of the frames
 FRAME_HEADER_LIMIT = 1 << 17  # bytes of a frame's header, at most; enough to list 1,000 absent members of a chunk
-BYTES_UNDER_WAY = 768 << 10  # unconfirmed bytes on one stream, at most; with more, equal streams end at different times
+BYTES_UNDER_WAY = 768 << 10
+"""Bytes sent on one stream and not yet confirmed, at most. With a higher limit, streams would share the link unevenly,
+and a round waits for its slowest stream."""
 FRAMES_UNDER_WAY = 64  # frames sent and not confirmed on one stream, at most
 ACCEPTED, REFUSED = b"\x01", b"\x00"
 REASON_LENGTH = struct.Struct(">H")
@@ -50,9 +52,11 @@ Item = TypeVar("Item")
 Frame: TypeAlias = tuple[Item, bytes, Buffer]
 """A chunk for a stream: the sender's own key for it, header and data."""
 
-PLACE_WAIT = 20.0  # seconds that a pull waits for a free place, at most
-FEW_PLACES = 2  # places of one peer, at most, while few are free; two, as a pull that it has given up may hold one
-LONGEST_HELD = 600.0  # seconds for which a pull may hold its place, and for which the peer that asked waits for data
+PLACE_WAIT = 20.0  # seconds that a pull waits, at most, while we already answer as many pulls as we can at once
+FEW_PLACES = 2
+"""Pulls of one peer that are answered at once, at most, while we answer more than half of the pulls that we can
+answer at once. It is two, because we may not know yet that the peer has given up one of its pulls."""
+LONGEST_HELD = 600.0  # seconds, at most, for answering one pull; the peer that sent it waits as long for the data
 
 
 class PeerUnreachableError(DilocoPeerError):
@@ -91,7 +95,7 @@ class Channel:
         opening: bytes = b"",
     ) -> None:
         """Create one end of a stream. With `stays_open` the connection is used again, so neither end waits for it to
-        close. `opening` has bytes to send in one write with the prelude, just before it."""
+        close. The bytes `opening` are sent just before the stream's first bytes, in the same write."""
         self.peer = peer
         self._upload = upload
         self._gives_way_to: LinkTime | None = None

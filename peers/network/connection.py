@@ -232,7 +232,8 @@ class TlsTransport(asyncio.Transport):
 
     # Receiving ------------------------------------------------------------------------------------------------
     def pause_reading(self) -> None:
-        """Stop reading. The socket is still watched until bytes arrive, because most pauses end before bytes arrive."""
+        """Stop reading. The event loop still watches the socket until bytes arrive, because most pauses end before, and
+        each change of the watched sockets costs a system call."""
         self._is_reading = False
 
     def resume_reading(self) -> None:
@@ -416,7 +417,8 @@ class DirectReads(asyncio.BufferedProtocol):
                 self._choose_low_water()
 
     def _choose_low_water(self) -> None:
-        """Set how many bytes wake the read: the missing bytes minus RECORD, but at least 1 and at most LOW_WATER."""
+        """Set how many bytes must arrive before the kernel wakes the read: the missing bytes, minus one TLS record,
+        which may have arrived in part. The result is at least 1 and at most LOW_WATER."""
         self._wake_after(max(1, min(LOW_WATER, len(self._memory) - self._count - RECORD)))
 
     def _wake_after(self, wanted: int) -> None:

@@ -315,7 +315,7 @@ async def start_daemon(
 
 async def _start(folder: Path, initial_peers: list[str], **options: Any) -> Daemon:
     """Start p2pd with its sockets in `folder`, and return it. Raises: LocalNetworkError, SwarmUnreachableError."""
-    # hivemind reads the prefix of the sockets' paths from the class.
+    # hivemind reads the prefix of the sockets' paths from an attribute of the class, so each folder needs a subclass.
     place: Any = type("Daemon", (Daemon,), {"_UNIX_SOCKET_PREFIX": f"/unix{folder}/"})
     _starting.set(attempts := list[Daemon]())
     # Signals that ask this process to leave also reach its children: hold them back until p2pd has its own session.

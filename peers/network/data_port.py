@@ -49,7 +49,7 @@ MAGIC = b"DLLK"
 VERSION = 1  # version of the opening messages; increased when their fields change
 START = struct.Struct(">4sBBH")  # magic, version, kind, body length in bytes
 BODY_BYTES = 2048  # bytes of an opening's body, at most; a Hello with the largest certificate has about 1,100
-TOKEN_BYTES = 16  # bytes of a random token, too many for a peer to guess a valid token
+TOKEN_BYTES = 16  # bytes of a relay's random token, too many for a peer to guess a valid token
 CERTIFICATE_BYTES = 1024  # bytes of a certificate, at most; ours have about 200
 PROBED_PORTS = 4  # ports that a node dials for one probe, at most: a node must not scan ports for others
 Port = Annotated[int, Field(strict=True, ge=1, le=65535)]
@@ -59,18 +59,20 @@ LENGTH = struct.Struct(">H")
 ANSWER_BYTES = 1024  # bytes of the answer to a probe, at most: an address and a few ports
 PROBE_TIMEOUT = 8.0  # seconds for one probe and its answer, at most
 
-OPENING_TIMEOUT = 10.0  # seconds to wait for the opening of a new connection
-STRANGERS = 256  # connections at once that have not sent an opening yet, at most
-STRANGERS_OF_ONE_NETWORK = 80  # connections of one network that sent no opening yet, at most; one link may open 64
+OPENING_TIMEOUT = 10.0  # seconds to wait for the first message (the opening) of a new connection
+STRANGERS = 256  # connections at once that have not sent their first message yet, at most
+STRANGERS_OF_ONE_NETWORK = 80  # connections of one network without a first message yet, at most; one link may open 64
 PAUSE = 1.0  # seconds without accepting connections, after too many files were open
 UNKNOWN_OF_ONE_NETWORK = 160  # linked peers of one network whose heartbeats are unknown, at most; one NAT may hide many
-NEWCOMERS_PER_SECOND = 2.0  # linked peers that one network may add per second, after its first UNKNOWN_OF_ONE_NETWORK
+NEWCOMERS_PER_SECOND = 2.0
+"""Links per second that peers of one network may make with us while their heartbeats are unknown. The first
+UNKNOWN_OF_ONE_NETWORK links may be made at once."""
 ALL_NETWORKS = 10**6  # all networks together may add this many times as many peers as one network: in effect no limit
 
-TOKEN_LIFETIME = 30.0  # seconds for which a token is valid; both peers must connect within them
-TOKENS = 1024  # valid tokens at once, at most
-TOKENS_OF_ONE_PEER = 128  # valid tokens of one peer, at most: a new peer may meet this many others at once
-MEETING_CONNECTIONS = 16  # joined pairs of connections for one token, at most
+TOKEN_LIFETIME = 30.0  # seconds for which a relay's token is valid; both peers must connect to the relay within them
+TOKENS = 1024  # a relay's valid tokens, at most; the relay joins the connections of two peers that show the same token
+TOKENS_OF_ONE_PEER = 128  # a relay's valid tokens for one peer, at most; a new peer may need one for each other peer
+MEETING_CONNECTIONS = 16  # pairs of connections that a relay joins for one token, at most
 SPLICED_CONNECTIONS = 2048  # joined pairs of connections plus waiting connections of a relay, at most
 SPLICED_PIECE = 1 << 16  # bytes that a relay reads from a connection at once, at most
 
@@ -82,10 +84,8 @@ class LinkInfo(Value):
 
 
 class Hello(Value):
-    """The opening with which the owner of `certificate` (DER) asks the peer `to` for a TLS connection.
-
-    Only one of the two opens conversations on it; with `is_yours`, the peer `to` does.
-    """
+    """The first message with which the owner of `certificate` (DER) asks the peer `to` for a TLS connection. With
+    `is_yours`, only the peer `to` opens conversations on it; otherwise only the owner of `certificate` does."""
 
     to: PeerId
     certificate: Annotated[bytes, Field(strict=True, max_length=CERTIFICATE_BYTES)]
@@ -93,14 +93,14 @@ class Hello(Value):
 
 
 class Splice(Value):
-    """The opening that asks a relay to join this connection with one that has the same token and pair `number`."""
+    """The first message that asks a relay to join this connection with one of the same token and pair `number`."""
 
     token: Token
     number: Annotated[int, Field(strict=True, ge=0, lt=64)]
 
 
 class _Probe(Value):
-    """The opening that asks a node to report the sender's endpoint, and to dial these ports at the sender's address."""
+    """The first message that asks a node for the sender's endpoint, and to dial these ports at the sender's address."""
 
     ports: Annotated[tuple[Port, ...], Field(max_length=PROBED_PORTS)]
 
@@ -117,7 +117,7 @@ def pack_opening(opening: Opening) -> bytes:
 
 
 async def read_opening(sock: socket.socket, sender: str) -> Opening:
-    """Read one opening from a socket, and not a byte more; return the opening. Raises: RemoteProtocolError, OSError."""
+    """Read a connection's first message, and not a byte more, and return it. Raises: RemoteProtocolError, OSError."""
     magic, version, kind, length = START.unpack(await _read_exactly(sock, START.size))
     if magic != MAGIC or version != VERSION or kind >= len(KINDS) or length > BODY_BYTES:
         raise RemoteProtocolError(sender, "its connection does not begin with a valid opening")
@@ -145,7 +145,10 @@ class ProbeAnswer(Value):
 
 
 async def probe(endpoint: str, ports: tuple[int, ...] = (), local_port: int = 0) -> ProbeAnswer:
-    """Probe the node at `endpoint`, and return its answer. Raises: OSError; RemoteProtocolError if it is invalid."""
+    """Ask the node at `endpoint` for our endpoint as it sees it, and to dial `ports` at our address. Return its answer.
+
+    The request is sent from `local_port` (0: any). Raises: OSError; RemoteProtocolError if the answer is invalid.
+    """
     try:
         async with asyncio.timeout(PROBE_TIMEOUT):
             with await dial(endpoint, PROBE_TIMEOUT, local_port) as sock:
@@ -169,7 +172,7 @@ async def _answer_probe(sock: socket.socket, request: _Probe) -> None:
 
 
 class Listener:
-    """The data port: accepts connections at several addresses, reads their openings, and acts on each opening."""
+    """The data port: accepts connections at several addresses, and acts on the first message of each connection."""
 
     def __init__(self, hosts: Sequence[str], port: int, accept: Accept, splicer: Splicer | None) -> None:
         """Listen at `hosts`. Call `accept` with each socket that sent a Hello. Without a `splicer`, do not relay.
@@ -237,7 +240,7 @@ class Listener:
         except RemoteProtocolError as error:
             metrics.DROPPED.labels("connection").inc()
             logger.debug("dropped a connection of %s: %s", sender, error)
-        except OSError as error:  # includes a TimeoutError, if no opening arrived
+        except OSError as error:  # includes TimeoutError, if the connection's first message is missing
             logger.debug("a connection of %s broke: %r", sender, error)
         except Exception:
             logger.exception("cannot handle a connection of %s", sender)
@@ -311,7 +314,7 @@ class Splicer:
         """Return a new token for connections to this relay by `asker` and another peer; None if the relay is full."""
         of_asker = sum(meeting.asker == asker for meeting in self._meetings.values())
         if len(self._meetings) >= TOKENS or of_asker >= TOKENS_OF_ONE_PEER or self._load >= self._connections:
-            logger.warning("this relay is at its limit of meetings or connections: it refuses another meeting")
+            logger.warning("cannot relay for another pair of peers: the limit of pairs or connections is reached")
             return None
         token = secrets.token_bytes(TOKEN_BYTES)
         self._meetings[token] = _Meeting(asker)

@@ -112,7 +112,7 @@ class _RecordBudget:
 DHTLocalStorage: Any = HIVEMIND.protocol.DHTLocalStorage
 RECORDS = 256  # records under one key, at most: one answer contains them all, and a sample of a run's peers is enough
 OWN_BYTES = RECORDS * (SIZE_LIMIT + RECORD_OVERHEAD)  # bytes of records, at most, under each key that we use ourselves
-OTHERS_BYTES = 64 << 20  # bytes of records, at most, under all other keys together
+OTHERS_BYTES = 64 << 20  # bytes of records, at most, under all keys together that we do not use ourselves
 
 
 class RecordValidator(HIVEMIND.validation.RecordValidatorBase):  # type: ignore[misc,name-defined]  # no types
@@ -168,12 +168,12 @@ class _BoundedStorage(DHTLocalStorage):  # type: ignore[misc]  # hivemind has no
         held, budget = self.get(key), self._favoured.get(key, self._others)
         is_dictionary = held is not None and isinstance(held.value, HIVEMIND.protocol.DictionaryDHTValue)
         records: Any = held.value if is_dictionary else {}
-        leaving = self._leaving(key, records) if subkey not in records and len(records) >= RECORDS else None
-        instead_of = None if leaving is None else (key, leaving)
+        dropped = self._choose_dropped(key, records) if subkey not in records and len(records) >= RECORDS else None
+        instead_of = None if dropped is None else (key, dropped)
         if not budget.admit((key, subkey), len(value), expiration_time, time.time(), instead_of):
             return False
-        if leaving is not None:
-            del records[leaving]
+        if dropped is not None:
+            del records[dropped]
             # hivemind keeps a heap entry of each dropped record until its expiration, so a long heap is rebuilt.
             if len(records.expiration_heap) > 2 * len(records.key_to_heap) + SLACK:
                 records.expiration_heap[:] = records.key_to_heap.values()
@@ -181,8 +181,9 @@ class _BoundedStorage(DHTLocalStorage):  # type: ignore[misc]  # hivemind has no
         is_stored: bool = super().store_subkey(key, subkey, value, expiration_time)
         return is_stored
 
-    def _leaving(self, key: Any, records: Any) -> Any:
-        """Return a random unprotected subkey from the newer half of `records`, which are in order of arrival."""
+    def _choose_dropped(self, key: Any, records: Any) -> Any:
+        """Return a random subkey, whose record is dropped for a new one. It is from the newer half of `records`, which
+        are in order of arrival, and none of the subkeys that `name` protects."""
         newer = [subkey for subkey, _ in records.items()][RECORDS // 2 :]
         return self._chance.choice([one for one in newer if one not in self._named.get(key, ())])
 

@@ -195,7 +195,7 @@ async def reach(start: Callable[[], Awaitable[T]], contacts: Sequence[str]) -> T
         if all(reasons):
             failures = "; ".join(f"{address}: {reason}" for address, reason in zip(contacts, reasons, strict=True))
             raise SwarmUnreachableError(f"no bootstrap node answered: {failures}.", error.remedy) from error
-    logger.info("a bootstrap node answers, but was not reached in time: trying once more")
+    logger.info("the first attempt to connect failed, but a bootstrap node answers now: trying once more")
     return await start()
 
 

@@ -205,7 +205,7 @@ def _read_pcp_map(data: bytes, nonce: bytes, port: int) -> Mapping | int | None:
     if operation != PCP_MAP | IS_ANSWER:
         return None
     if code == UNSUPPORTED_VERSION:
-        return code  # an answer of any version may have this code
+        return code  # the router does not support our PCP version, and may answer in another
     if version != PCP_VERSION or len(data) < PCP_ANSWER.size:
         return None
     *_, its_nonce, protocol, its_port, external_port, address = PCP_ANSWER.unpack_from(data)

@@ -58,7 +58,7 @@ NO_ROUTE = (errno.ENETUNREACH, errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL)
 Endpoints = Annotated[tuple[Endpoint, ...], Field(max_length=MEETING_CONNECTIONS)]
 
 INTRODUCE, MEET = "introduce", "meet"  # names of the calls: from a peer to a node, and from the node to the other peer
-CALL_TIMEOUT = 20.0  # seconds for a call to introduce; meanwhile the other peer asks the node for its own endpoints
+CALL_TIMEOUT = 20.0  # seconds for a node to introduce us to a peer; the node waits half as long for that peer's answer
 MEETING_TIMEOUT = 10.0  # seconds to wait for the other peer to request an introduction
 LOOK_INTERVAL = 15.0  # seconds between two checks of the nodes that introduce us
 MEETINGS = 32  # introductions at once that other peers have requested, at most

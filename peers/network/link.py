@@ -137,7 +137,8 @@ class Link:
         try:
             while True:
                 length = (await connection.reads.read(1, None))[0]
-                async with asyncio.timeout(OPEN_TIMEOUT):  # limits the time for the whole name, not for each byte
+                # A conversation begins with its protocol's name. The timeout is for the whole name, not for each byte.
+                async with asyncio.timeout(OPEN_TIMEOUT):
                     protocol = (await connection.reads.read(length, None)).decode(errors="replace")
                 await self._serve(protocol, self._channel(connection, protocol))
         except (OSError, EOFError) as error:
@@ -162,7 +163,9 @@ class Link:
         opening = bytes([len(name)]) + name
         try:
             async with asyncio.timeout(OPEN_TIMEOUT):
-                if protocol != CALLS:  # first open the messages' conversation, or it would wait for a new connection
+                # All calls share one conversation, which holds a connection. Open it before any other conversation, or
+                # the first call would find no idle connection, and wait until one is dialled.
+                if protocol != CALLS:
                     await self._calls()
                 connection = await self._take()
         except TimeoutError:

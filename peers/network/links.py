@@ -33,7 +33,9 @@ EAGER = 128  # number of known peers up to which links with all of them are made
 RETRY_FIRST, RETRY_LAST = 5.0, 60.0  # seconds between attempts to make a link: after the first failure, and at most
 LINK_TIMEOUT = 15.0  # seconds that a stream waits for a link, before it is opened over libp2p
 DIAL_TIMEOUT = 4.0  # seconds to connect to an endpoint, at most
-CALLERS = 4  # conversations for calls that one peer may have open with us at once; some of them may be dead
+CALLERS = 4
+"""Conversations for calls that one peer may have open with us at once. A peer uses only one of them, but connections of
+earlier ones may have broken, and we have not noticed it yet."""
 UNKNOWN = 8  # connections, at most, of a peer whose heartbeat we do not know, since identities cost nothing
 MORE = "more"  # name of the call that asks a peer to dial more connections, on which the caller opens conversations
 
@@ -136,7 +138,7 @@ class Links:
         count, way = unpack_from(sender, _More, payload).connections, self._ways.get(sender)
         if way is None or way.answered is None or count < 1:
             raise RefusalError("no endpoint of yours has answered here; dial the connections yourself")
-        await way.give(way.answered, count)
+        await way.dial_for_peer(way.answered, count)
         return b""
 
     # Links with known peers -----------------------------------------------------------------------------------
@@ -271,7 +273,7 @@ class _Way:
         self.contact: Contact | None = None
         self.link = Link(peer, self.serve, self.dial_more, links.start, links.caps, lambda: links.changed(peer))
         self.answered: str | None = None  # the endpoint at which the peer last answered
-        self._is_giving = False  # True while we dial connections for the peer's conversations
+        self._is_dialling_for_peer = False  # True while we dial connections on which the peer opens conversations
         self.dials = 0  # number of connections being dialled
         self._making: asyncio.Future[None] | None = None
         self._callers = 0
@@ -342,8 +344,8 @@ class _Way:
             self._retry_at = self._links.clock() + pause
 
     async def dial_first(self, contact: Contact) -> None:
-        """Dial all of the peer's endpoints at once. If one answers, make sure that each side has a connection
-        for its own conversations."""
+        """Dial all of the peer's endpoints at once. If one answers, also dial a second connection, on which the peer
+        opens conversations, unless there is one."""
         local = not self._links.port or all(map(is_local, contact.endpoints))
         endpoints = [one for one in contact.endpoints if local or not is_local(one)]
         pending = {start_task(self._connect(one, is_ours=True)) for one in endpoints}
@@ -358,13 +360,13 @@ class _Way:
             await self.complete()
 
     async def complete(self) -> None:
-        """Dial a connection for the peer's conversations, if there is none and a known endpoint has answered."""
+        """Dial a connection on which the peer opens conversations, if there is none and an endpoint has answered."""
         has_one = any(one.reach is Reach.OPEN and not one.is_ours for one in self.link.connections)
-        if self.answered and not self._is_giving and self.link.is_up and not has_one:
-            await self.give(self.answered, 1)
+        if self.answered and not self._is_dialling_for_peer and self.link.is_up and not has_one:
+            await self.dial_for_peer(self.answered, 1)
 
     async def dial_more(self, count: int) -> None:
-        """Make `count` more connections for our conversations. Raises: PeerUnreachableError."""
+        """Make `count` more connections on which we open conversations. Raises: PeerUnreachableError."""
         if self.link.reach is not Reach.OPEN:
             if self.contact:
                 await self._links.arranging.meet(self.contact, 2 * count)
@@ -378,16 +380,19 @@ class _Way:
             raise PeerUnreachableError(self.link.peer, "it opens no connection to us, and we cannot dial it")
         await self.link.call(MORE, pack(_More(connections=count)), DIAL_TIMEOUT + HANDSHAKE_TIMEOUT)
 
-    async def give(self, endpoint: str, count: int) -> None:
-        """Dial up to `count` connections for the peer's conversations. Raises: RefusalError if `give` already runs."""
-        if self._is_giving:
+    async def dial_for_peer(self, endpoint: str, count: int) -> None:
+        """Dial up to `count` connections on which the peer opens conversations, and we do not.
+
+        Raises: RefusalError if an earlier call of this method still runs.
+        """
+        if self._is_dialling_for_peer:
             raise RefusalError("connections for you are being dialled already")
-        self._is_giving = True
+        self._is_dialling_for_peer = True
         try:
             most = min(count, CONNECTIONS - len(self.link.connections) + self.link.ours)
             await asyncio.gather(*(self._connect(endpoint, is_ours=False) for _ in range(most)))
         finally:
-            self._is_giving = False
+            self._is_dialling_for_peer = False
 
     async def _connect(self, endpoint: str, is_ours: bool) -> bool:
         """Dial an endpoint of the peer, and add the connection to the link. Return False if the peer did not answer."""

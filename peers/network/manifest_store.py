@@ -46,11 +46,16 @@ class ManifestStore:
     """The manifests in a directory, one file per run. `check` raises ManifestError for a manifest to be rejected."""
 
     def __init__(self, directory: Path, check: Callable[[SignedManifest], object] = lambda manifest: None) -> None:
-        """Make the directory, and read which networks announced its runs. Raises: LocalNetworkError if that fails."""
+        """Create the directory if it is missing, and read from which network each of its runs was announced.
+
+        Raises: LocalNetworkError if that fails.
+        """
         self._directory = directory
         self._check = check
         self._read = dict[str, SignedManifest | None]()  # manifests read so far, by run id; None: the file is invalid
-        self._origins = dict[str, _Origin]()  # origins by run id; none for files that the operator added
+        # By run id: the network from which the run was announced, and if the run has had a peer since. Runs whose files
+        # the operator added are missing here.
+        self._origins = dict[str, _Origin]()
         try:
             make_private_folder(directory)
             for path in directory.glob(f"*{ORIGIN_SUFFIX}"):

@@ -80,7 +80,8 @@ class PortMapper:
 
 
 def _renewal_after(mapping: Mapping | None) -> float:
-    """Return the seconds until the router is asked again: half of the mapping's lifetime, within limits."""
+    """Return the seconds until the router is asked again. They are half of the mapping's lifetime, within limits;
+    LOOK_AGAIN without a mapping."""
     if mapping is None:
         return LOOK_AGAIN
     return min(RENEWAL, max(SHORTEST_RENEWAL, mapping.lifetime / 2))

@@ -13,25 +13,27 @@ from peers.values.system import now
 logger = logging.getLogger(__name__)
 
 RETRY_FIRST, RETRY_LAST = 5.0, 600.0  # seconds until failed work is retried: after the first failure, and at most
-OTHERS_LAST = 8.0  # seconds, at most, until a retry after an error of `others_fault`; a leaving volunteer waits for it
-QUIET = 60.0  # seconds between two log lines about faults that the operator cannot repair
+PEER_RETRY_LAST = 8.0
+"""Seconds, at most, until a retry after an error of other peers: less than the 10 seconds for which a leaving volunteer
+waits until an archive has fetched the newest outer step."""
+QUIET = 60.0  # seconds between two log lines about errors of other peers, which the operator cannot repair
 
 
 class RunFailures:
     """A record of the runs for which a node's work failed, and when to retry it. Repeated failures are logged once."""
 
-    def __init__(self, work: str, others_fault: tuple[type[Exception], ...] = (), first: float = RETRY_FIRST) -> None:
+    def __init__(self, work: str, peer_errors: tuple[type[Exception], ...] = (), first: float = RETRY_FIRST) -> None:
         """Create a record of failures of the work named `work`. The first retry is due after `first` seconds, and each
         further failure doubles the wait.
 
-        The operator cannot repair an error of `others_fault`, so it is logged as information, once a minute and run at
-        most.
+        `peer_errors` are errors of other peers. The operator cannot repair them, so they are logged as information, at
+        most once a minute for each run.
         """
         self._work = work
-        self._others_fault = others_fault
+        self._peer_errors = peer_errors
         self._first = first
         self._failed: dict[str, tuple[int, float]] = {}  # by run id: count of failures in a row; time of the next try
-        self._quiet: dict[str, float] = {}  # time until which others' faults are not logged, by run id
+        self._quiet: dict[str, float] = {}  # by run id: seconds of `now()` until which peers' errors are not logged
 
     def is_due(self, run: str) -> bool:
         """Return True if the run has no failure, or the pause after its last failure is over."""
@@ -45,12 +47,12 @@ class RunFailures:
             yield
         except Exception as error:  # any exception, since a stranger may have made the run
             count, _ = self._failed.get(run, (0, 0.0))
-            is_others = isinstance(error, self._others_fault)
-            last = OTHERS_LAST if is_others else RETRY_LAST
+            is_peer_error = isinstance(error, self._peer_errors)
+            last = PEER_RETRY_LAST if is_peer_error else RETRY_LAST
             self._failed[run] = count + 1, now() + min(last, self._first * 2**count)
-            if count or (is_others and now() < self._quiet.get(run, 0.0)):
+            if count or (is_peer_error and now() < self._quiet.get(run, 0.0)):
                 logger.debug("run %s: %s: %r", run, self._work, error)
-            elif is_others:
+            elif is_peer_error:
                 self._quiet[run] = now() + QUIET
                 logger.info("run %s: %s is retried later: %s", run, self._work, error)
             else:

@@ -17,10 +17,12 @@ PIECE = 1 << 18  # bytes that a stream sends at once, at most
 PIECE_SECONDS = 0.1  # seconds that one piece takes, at most, at a limited rate
 READING_PIECE = 1 << 20  # bytes that are read at once if the rate is not limited
 BURST = 0.05  # after an idle time, the bytes of this many seconds may pass at once, above the rate
-WINDOW = 0.5  # seconds of a window in which a rate is measured, at least
+INTERVAL = 0.5  # seconds, at least, of an interval in which bytes are counted together, and of a measurement by `Lanes`
 IDLE = 1.0  # seconds; a longer time without a chunk does not count, since the link had nothing to carry
-WINDOWS = 128  # windows of a round, at most; in a long round each window is longer
-PART, LONGEST_PART = 0.25, 2.0  # length of a round's measured (best) part: fraction of the round; seconds at most
+INTERVALS = 128  # intervals into which a round's bytes are counted, at most; each is longer than 0.5 s in a long round
+# A round's rate is the highest mean rate over a part of the round. That part is this fraction of the round, but has at
+# most this many seconds.
+PART, LONGEST_PART = 0.25, 2.0
 KNOWN_FOR = 3600.0  # seconds for which a rate that was measured outside a round is used
 ROUNDS = 5  # last rounds whose best rate counts; not more, since links may get slower
 
@@ -29,7 +31,7 @@ IN_ALL = 8  # connections to all members together, at least: a few would not fil
 FEWEST_WITH_BBR, MOST_WITH_BBR = 2, 8  # connections to a member with BBR, fewest and most: more overfill a slow link
 SETTLING = 1.0  # seconds in which new connections reach their rate; bytes in that time do not count
 GAIN = 1.2  # factor by which twice as many connections must raise the rate to be kept
-LONGEST_WINDOW = 3.0  # seconds of a measurement by `Lanes`, at most
+LONGEST_MEASUREMENT = 3.0  # seconds of a measurement by `Lanes`, at most
 ENOUGH = 2  # chunks per connection that a measurement by `Lanes` needs
 LASTS = 20  # rounds for which a number of connections is kept before more are tried again
 
@@ -86,7 +88,9 @@ UNLIMITED = Throttle(None)
 PATIENCE = 5.0  # seconds that a piece waits for a round's end, at most; after more, its receiver would count us as dead
 MEMORY = 20.0  # seconds over which the fraction of time spent in rounds is averaged
 CROWDED = 0.5  # fraction of time spent in rounds, from which on less urgent data gets a share of the link
-SHARE = 0.2  # fraction of the link's rate that all less urgent data together gets during crowded rounds
+SHARE = 0.2
+"""Fraction of the link's rate for all less urgent data together, during rounds, if rounds take at least CROWDED of the
+time. Otherwise such data waits for the round's end, but each piece waits for PATIENCE seconds at most."""
 
 
 class LinkTime(asyncio.Event):
@@ -154,15 +158,15 @@ class RateMeter:
         self._began: float | None = None
         self._first = math.inf  # the time at which the round's first chunk began
         self._last = 0.0  # the time at which the last chunk was complete
-        self._window = WINDOW
-        self._windows = list[float]()  # bytes in each window since the round began
+        self._interval = INTERVAL
+        self._intervals = list[float]()  # bytes in each `_interval` seconds since the round began
 
     def begin_round(self) -> None:
         if self._began is not None:
             self._best.append(self._present)
         self._began = self._last = self._clock()
-        self._window, self._first = WINDOW, math.inf
-        self._windows.clear()
+        self._interval, self._first = INTERVAL, math.inf
+        self._intervals.clear()
 
     def passed(self, count: int, seconds: float = 0.0) -> None:
         """Count `count` bytes of a chunk that has passed, in either direction, during the last `seconds`."""
@@ -174,17 +178,17 @@ class RateMeter:
             self._began += idle
         self._last = self._clock()
         ended = self._clock() - self._began
-        while ended >= WINDOWS * self._window:
-            self._windows = [sum(self._windows[place : place + 2]) for place in range(0, len(self._windows), 2)]
-            self._window *= 2
-        window, began = self._window, max(ended - seconds, 0.0)
-        last = int(ended / window)
-        self._windows += [0.0] * (last + 1 - len(self._windows))
-        for place in range(int(began / window), last + 1):
+        while ended >= INTERVALS * self._interval:
+            self._intervals = [sum(self._intervals[place : place + 2]) for place in range(0, len(self._intervals), 2)]
+            self._interval *= 2
+        interval, began = self._interval, max(ended - seconds, 0.0)
+        last = int(ended / interval)
+        self._intervals += [0.0] * (last + 1 - len(self._intervals))
+        for place in range(int(began / interval), last + 1):
             share = 1.0
             if seconds > 0:
-                share = (min(ended, (place + 1) * window) - max(began, place * window)) / seconds
-            self._windows[place] += count * share
+                share = (min(ended, (place + 1) * interval) - max(began, place * interval)) / seconds
+            self._intervals[place] += count * share
 
     def knows(self, rate: float) -> None:
         """Store a rate, in bytes a second, that was measured while no round was under way."""
@@ -207,22 +211,22 @@ class RateMeter:
 
     @property
     def last(self) -> float:
-        """The link's rate in the last round, or in a later measurement, in bytes a second; 0: nothing measured yet. For
-        a round shorter than a window, the mean rate of its chunks."""
+        """The link's rate in the last round, or in a later measurement, in bytes a second; 0: nothing measured yet. If
+        the round's chunks took less than half a second, it is their mean rate."""
         if self._known_at > (self._began or 0.0):
             return self._known
-        if not any(self._windows):
+        if not any(self._intervals):
             return self._best[-1] if self._best else 0.0
         busy = self._last - self._first
-        return sum(self._windows) / busy if 0 < busy < self._window else self._present
+        return sum(self._intervals) / busy if 0 < busy < self._interval else self._present
 
     @property
     def _present(self) -> float:
         """The link's rate in the latest round, in bytes a second: the highest mean rate over a part of the round."""
-        length = max(1, int(min(PART * len(self._windows), LONGEST_PART / self._window)))
-        until = [0.0, *accumulate(self._windows)]
+        length = max(1, int(min(PART * len(self._intervals), LONGEST_PART / self._interval)))
+        until = [0.0, *accumulate(self._intervals)]
         best = max((after - before for before, after in zip(until, until[length:], strict=False)), default=0.0)
-        return best / (length * self._window)
+        return best / (length * self._interval)
 
 
 class Lanes:
@@ -237,7 +241,7 @@ class Lanes:
         self._least, self._most = fewest, most
         self._clock = clock
         self.count = self._fewest = fewest
-        self._rate = 0.0  # bytes a second with half as many connections; 0: not measured
+        self._rate = 0.0  # bytes a second to all members, measured with half of `count` connections; 0: not measured
         self._is_settled = False
         self._rounds = 0
         self._settled_at: float | None = None
@@ -245,7 +249,8 @@ class Lanes:
         self._bytes = self._chunks = 0
 
     def begin_round(self, others: int) -> None:
-        """Begin a round with `others` other members. `count` stays as in the last round, unless it is too small."""
+        """Begin a round with `others` other members. The number of connections to each member (`count`) stays as in the
+        last round, unless it is below the minimum for this number of members."""
         self._fewest = max(self._least, IN_ALL // max(others, 1))
         self.count = max(self.count, self._fewest)
         self._rounds += 1
@@ -271,7 +276,7 @@ class Lanes:
         self._bytes += count
         self._chunks += 1
         seconds = now - self._began
-        if seconds < WINDOW or (self._chunks < ENOUGH * self.count and seconds < LONGEST_WINDOW):
+        if seconds < INTERVAL or (self._chunks < ENOUGH * self.count and seconds < LONGEST_MEASUREMENT):
             return False
         rate = self._bytes / seconds
         self._began = self._settled_at = None

@@ -377,7 +377,7 @@ class HivemindTransport:
 
     async def _answer(self, sender: str, name: str, payload: bytes) -> bytes:
         """Return the handler's answer to a call. Raises: RefusalError, also in place of any other error."""
-        if name not in self._answers:  # the sender may not know yet that this peer has restarted
+        if name not in self._answers:  # after a restart, calls may arrive before `on_call` registers their handlers
             raise RefusalError(f"this peer does not handle {name!r:.40}, or not yet")
         try:
             if len(payload) > MESSAGE_LIMIT:

@@ -219,10 +219,10 @@ def test_more_than_there_may_be_is_not_dialled() -> None:
             dialler.know(other.contact())
             link = await dialler.until_up(other)
             await dialler.links.link_with(other.peer)
-            dialler.links.way(other.peer)._is_giving = True
+            dialler.links.way(other.peer)._is_dialling_for_peer = True
             with pytest.raises(RefusalError, match="being dialled already"):
                 await on_more(other.peer, pack(links._More(connections=1)))
-            dialler.links.way(other.peer)._is_giving = False
+            dialler.links.way(other.peer)._is_dialling_for_peer = False
             with pytest.raises(RefusalError):
                 await on_more(other.peer, pack(links._More(connections=0)))
             other.know(dialler.contact(), eagerly=False)

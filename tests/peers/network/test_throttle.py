@@ -13,13 +13,13 @@ import pytest
 from peers.network.channel import STALL_TIMEOUT
 from peers.network.throttle import (
     BURST,
+    INTERVAL,
+    INTERVALS,
     KNOWN_FOR,
     PATIENCE,
     PIECE,
     ROUNDS,
     SHARE,
-    WINDOW,
-    WINDOWS,
     Caps,
     LinkTime,
     RateMeter,
@@ -250,7 +250,7 @@ def test_a_round_of_hours_is_no_harder_to_remember() -> None:
     meter.carry(MEGABYTE, 3600.0, piece=MEGABYTE)
     meter.carry(10 * MEGABYTE, 3600.0, piece=10 * MEGABYTE)
     assert meter.rate == pytest.approx(10 * MEGABYTE, rel=0.05)
-    assert len(meter._windows) <= WINDOWS
+    assert len(meter._intervals) <= INTERVALS
     meter.begin_round()
     meter.carry(MEGABYTE, 3.0)
     assert meter.rate == pytest.approx(10 * MEGABYTE, rel=0.05)
@@ -316,7 +316,7 @@ def test_what_was_under_way_when_the_round_began_is_no_rate() -> None:
     meter.now += 1e-4
     meter.passed(CHUNK_BYTES)
     meter.carry(MEGABYTE, 5.0)
-    assert meter.rate <= MEGABYTE + CHUNK_BYTES / WINDOW
+    assert meter.rate <= MEGABYTE + CHUNK_BYTES / INTERVAL
 
 
 def test_a_round_in_which_nothing_moved_does_not_hide_what_is_known() -> None:
