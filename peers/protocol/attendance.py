@@ -29,24 +29,24 @@ HOPELESS = 10.0
 
 
 class Attendance:
-    """The peers that are at work at one position of the log. `here` maps each of their ids, this peer's included, to
-    the peer's incarnation.
+    """The peers that are at work at one position of the log. `at_work` maps each of their ids, this peer's included,
+    to the peer's incarnation.
 
     `is_alone` is true if this peer begins a minority's ballots, `joins_alone` if it takes part in them.
     """
 
     def __init__(self, context: Context, presence: Presence, log: LogState) -> None:
-        self.here: dict[str, int] = {}
+        self.at_work: dict[str, int] = {}
         self.is_alone = self.joins_alone = False
         self._context = context
         self._presence = presence
         self._log = log
         self._together_at = self._looked_at = context.now
-        self._most_named_at = -float("inf")
+        self._most_at_work_at = -float("inf")
 
     def look(self, ready_since: float | None, is_at_work: bool, is_behind: bool) -> None:
-        """Update `here`. Set `is_alone` to true if this peer may begin a minority's ballots, and `joins_alone` if it
-        may join them.
+        """Update `at_work`, the live peers that work on this position's entry. Set `is_alone` to true if this peer may
+        begin a minority's ballots, and `joins_alone` if it may join them.
 
         Args:
             ready_since: time at which this peer became ready; None if it is not.
@@ -65,22 +65,22 @@ class Attendance:
             for peer, beat in live.items()
             if beat.state in states and peer not in away and not (peer in unproven and beat.index > position.index)
         }
-        self.here = {peer: incarnation for peer, incarnation in coming.items() if live[peer].head == position.head}
+        self.at_work = {peer: incarnation for peer, incarnation in coming.items() if live[peer].head == position.head}
         coming = {
             peer: incarnation
             for peer, incarnation in coming.items()
-            if peer in self.here or live[peer].index != position.index
+            if peer in self.at_work or live[peer].index != position.index
         }
         if is_at_work or ready_since is not None:
-            self.here[context.me] = coming[context.me] = context.incarnation
+            self.at_work[context.me] = coming[context.me] = context.incarnation
         has_slept = now - self._looked_at > timing.heartbeat_expiry
         self._looked_at = now
         if has_slept or is_behind or (self.is_quorum(coming) and not self._are_all_gone):
             self._together_at = now
         if self._log.last is not None and are_most(self._log, coming):
-            self._most_named_at = now
+            self._most_at_work_at = now
         waited = 0.0 if ready_since is None else now - max(ready_since, self._together_at)
-        may_go_on = context.settings.goes_on_alone or self.are_most_named or self._are_all_gone
+        may_go_on = context.settings.goes_on_alone or self.were_most_at_work or self._are_all_gone
         may_go_on = may_go_on and ready_since is not None
         self.is_alone = may_go_on and (waited >= timing.partition_grace or self._are_all_gone)
         self.joins_alone = self.is_alone or (may_go_on and waited >= NEARLY * timing.partition_grace)
@@ -90,11 +90,11 @@ class Attendance:
         return self._log.last is not None and self._presence.are_all_gone(self._log)
 
     @property
-    def are_most_named(self) -> bool:
-        """True if more than half of the voters, in any incarnation, were at work at one time within the last partition
-        grace (or death time, if that is longer)."""
+    def were_most_at_work(self) -> bool:
+        """True if this peer saw more than half of the voters, in any incarnation, at work at the same moment within the
+        last partition grace, or within the death time if that is longer."""
         timing = self._context.settings.timing
-        return self._context.now - self._most_named_at < max(timing.partition_grace, death(timing))
+        return self._context.now - self._most_at_work_at < max(timing.partition_grace, death(timing))
 
     def is_quorum(self, incarnations: Mapping[str, int]) -> bool:
         """Return True if these peers, in these incarnations, are a quorum of the voters. Before the first entry the
@@ -110,36 +110,35 @@ class Attendance:
         return self.is_quorum(incarnations) or (self.is_alone and self.may_go_on(incarnations))
 
     def may_go_on(self, incarnations: Mapping[str, int]) -> bool:
-        """Return True if these peers may make an entry as a minority (R8). If `are_most_named`, they must be more than
-        half of the voters, in any incarnation; otherwise more than half of `here`, or all of `here` for the first
-        entry."""
-        if self.are_most_named and not self._are_all_gone:
+        """Return True if these peers may make an entry as a minority (R8). If most voters were at work lately and have
+        not all left, these peers must be more than half of the voters, otherwise more than half of the peers at work.
+        For the first entry they must be all peers at work."""
+        if self.were_most_at_work and not self._are_all_gone:
             return are_most(self._log, incarnations)
-        among = len(self.here.keys() & incarnations.keys())
-        return among == len(self.here) if self._log.last is None else 2 * among > len(self.here)
+        among = len(self.at_work.keys() & incarnations.keys())
+        return among == len(self.at_work) if self._log.last is None else 2 * among > len(self.at_work)
 
     @property
     def group(self) -> Group:
-        """The voters of a minority: at most MEMBER_LIMIT peers of `here`, as pairs of peer id and incarnation."""
-        return tuple(sorted(self.here.items()))[:MEMBER_LIMIT]
+        """The voters of a minority: at most MEMBER_LIMIT peers at work, as pairs of peer id and incarnation."""
+        return tuple(sorted(self.at_work.items()))[:MEMBER_LIMIT]
 
     def left_out(self, group: Group) -> tuple[str, ...]:
-        """Return the ids of the peers of `here` that are not in the group."""
-        return tuple(sorted(peer for peer, incarnation in self.here.items() if (peer, incarnation) not in group))
+        """Return the ids of the peers at work that are not in the group."""
+        return tuple(sorted(peer for peer, incarnation in self.at_work.items() if (peer, incarnation) not in group))
 
     def joins(self, group: Group) -> bool:
-        """Return True if this peer takes part in ballots of this minority (R8): it has waited long enough, and the
-        group has all peers of `here` and is large enough."""
-        heard = {peer: incarnation for peer, incarnation in group if peer in self.here}
+        """Return True if this peer takes part in a minority's ballots (R8): it has waited long enough, and the group
+        contains all peers at work, and enough of them for an entry."""
+        heard = {peer: incarnation for peer, incarnation in group if peer in self.at_work}
         return self.joins_alone and not self.left_out(group) and self.may_go_on(heard)
 
     def ready(self) -> dict[str, int]:
-        """Return the peers of `here` that are ready or averaging, and this peer, each with its incarnation. With
-        several fragments, a peer that trains counts, too, if it has made the inner steps before this fragment's
-        average."""
+        """Return the peers at work that are ready or averaging, and this peer, each with its incarnation. With several
+        fragments, a peer that trains counts, too, if it has made the inner steps before this fragment's average."""
         live, me = self._presence.live(), self._context.me
         return {
-            peer: incarnation for peer, incarnation in self.here.items() if peer == me or self._is_ready(live[peer])
+            peer: incarnation for peer, incarnation in self.at_work.items() if peer == me or self._is_ready(live[peer])
         }
 
     def _is_ready(self, beat: Heartbeat) -> bool:
@@ -152,10 +151,10 @@ class Attendance:
         return done * log.fragments >= samples * (log.fragment + 1)
 
     def views(self) -> dict[str, int]:
-        """Return the view that each other peer of `here` names in its heartbeat, by peer id. Before the first entry the
-        possible founders replace the peers of `here`."""
+        """Return the view that each other peer at work names in its heartbeat, by peer id. Before the first entry,
+        return the views of the possible founders instead."""
         live = self._presence.live()
-        peers = self.founders() if self._log.last is None else self.here
+        peers = self.founders() if self._log.last is None else self.at_work
         return {peer: live[peer].view for peer in peers if peer in live}
 
     def moves_on(self, incarnations: Mapping[str, int]) -> bool:
@@ -163,7 +162,7 @@ class Attendance:
         first entry they must be more than half of the possible founders."""
         if self._log.last is None:
             heard = self.founders()
-            are_many = len(heard) >= self._context.settings.minimum_peers or bool(self.here)
+            are_many = len(heard) >= self._context.settings.minimum_peers or bool(self.at_work)
             return are_many and 2 * len(incarnations.keys() & set(heard)) > len(heard)
         return self.is_enough(incarnations)
 

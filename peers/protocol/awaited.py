@@ -85,16 +85,16 @@ class Awaited:
         self._away: dict[str, float] = {}  # minimum seconds until each peer is ready; 0 if its speed is unknown
         self._passed_over = set[str]()  # expected peers that the leader does not wait for, because they need too long
 
-    def look(self, live: Mapping[str, Heartbeat], granted: Mapping[str, int], unreached: Collection[str]) -> None:
-        """Update `peers` to the live and reached peers that the leader expects in the entry: those at work with a
-        lease, unless they are late, and joiners. `granted` maps each joiner to its number of granted samples."""
+    def look(self, live: Mapping[str, Heartbeat], granted: Mapping[str, int], excluded: Collection[str]) -> None:
+        """Update `peers` to the live peers, without the `excluded` ones, that the leader expects in the entry: joiners,
+        and peers at work with a lease that are not late. `granted` has each joiner's number of granted samples."""
         leases = self._log.last.leases if self._log.last else ()
         besides = late(self._log, self._settings)
         given = {lease.peer: sample_count(lease.samples) for lease in leases if lease.peer not in besides}
         at_work = {peer for peer in given if peer in live and self._is_at_work(live[peer])}
         expected = at_work | {peer for peer in granted if peer in live}
         given |= granted
-        self.peers = expected - set(unreached) | {self._me} & given.keys()
+        self.peers = expected - set(excluded) | {self._me} & given.keys()
         reports = {peer: self._reported(live[peer]) for peer in self.peers - {self._me}}
         if self._settings.contributions is not None and self._me in self.peers:
             reports[self._me] = self.own

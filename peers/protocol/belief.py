@@ -119,7 +119,7 @@ class Belief:
         log, signed, founders = self._replica.log, self._replica.signed, theirs.founders
         vouched = signed.vouched(theirs.heads)
         if self._replica.needs_signed_log and not vouched:
-            return None  # until `theirs` has a signed head, its first entry may not be that of the signed log
+            return None  # without a signed head, `theirs` may begin with another first entry than the signed log
         if log.last is None and founders is not None and not vouched and not self.may_found(founders):
             return None
         for doubt in theirs.doubts:

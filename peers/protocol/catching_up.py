@@ -63,7 +63,7 @@ class Search:
             self._context.emit(Send(ahead, Inquire(position=log.of(log.pending[0]).position)))
 
     def answered(self) -> None:
-        """Stop counting the seconds of the peer that was asked last, because its answer has arrived."""
+        """Stop counting the wait for the peer that was asked last, because its answer has arrived."""
         self._patience.answered()
 
     # Another log ----------------------------------------------------------------------------------------------
@@ -108,8 +108,7 @@ class Search:
 
     def _far_behind(self, donor: str, common: int = 0) -> FarBehind:
         """Return the donor and the lowest useful index of its snapshot: the index after this peer's if the donor is
-        ahead, otherwise `common`, the last index of both branches; but none after which peers may have dropped
-        entries."""
+        ahead, else `common`, the last index of both branches; but later if peers may have dropped entries after it."""
         index, beat = self._replica.log.position.index, self._presence.live()[donor]
         known_from = 0 if beat.state is PeerState.ARCHIVING else beat.index - RECENT_ENTRIES // 2
         return FarBehind(donor, max(index + 1 if beat.index > index else common, known_from))
@@ -132,8 +131,8 @@ class Patience:
         self._asked: tuple[str, float] | None = None  # peer asked last, and the question's time; None after the answer
 
     def is_over(self, peer: str, log: LogState) -> bool:
-        """Return True if the peer has used up its seconds; otherwise record that it is asked now. After True the peer
-        has time for one more question when its turn comes again."""
+        """Return True if this peer has waited longer than the death time for the peer's answers in this cycle;
+        otherwise record a question to the peer now. After True, the next call allows the peer one more question."""
         self._charge()
         if self._place != log.position.head:
             self._place, self._waited = log.position.head, {}
@@ -145,14 +144,14 @@ class Patience:
         return True
 
     def answered(self) -> None:
-        """Add the time since the last question, less one pause between questions, to the asked peer's seconds. Then
-        stop counting."""
+        """Count the seconds since the last question, less one pause between questions, as a wait for the asked peer.
+        Then stop counting until the next question."""
         self._charge(self._context.settings.timing.resend)
         self._asked = None
 
     def _charge(self, forgiven: float = 0.0) -> None:
-        """Add the time since the last question, less `forgiven` seconds, to the asked peer's seconds. At most two
-        heartbeat intervals count, because this peer repeats the question at each heartbeat."""
+        """Count the seconds since the last question, less `forgiven` seconds, as a wait for the asked peer. Count at
+        most two heartbeat intervals, because the question is repeated at each heartbeat."""
         if self._asked is not None:
             peer, since = self._asked
             waited = min(self._context.now - since, 2 * self._context.settings.timing.heartbeat)

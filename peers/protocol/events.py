@@ -107,8 +107,8 @@ class BadBlocks(Event):
 
 @dataclass(frozen=True)
 class ReducedArrived(Event):
-    """The arrival of a chunk's average, without blocks of the `absent` members, from the peer `sender`. If this peer
-    averaged the chunk itself, it is the sender, `origin` is None, and `squares` (the squared norm) is 0."""
+    """The arrival from `sender` of a chunk's average, without blocks of the `absent` members. `origin` is its reducer
+    with a signature, `squares` its squared norm; None and 0 if this peer averaged the chunk and is the sender."""
 
     round_name: RoundName
     sender: str

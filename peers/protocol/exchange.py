@@ -201,7 +201,7 @@ class Exchange:
         that the member averages."""
         if want.round != self.name or sender not in self.round.peers or sender == self.me:
             return []
-        # Cut both requested sets to the round's size: a small message can name half a million chunks beyond it.
+        # Read only the round's chunks in the request, because a small message can name half a million others.
         mask = slice(-(-self.round.chunks // 8))
         asked = [chunk for chunk in chunks_in(want.averages[mask]) if chunk < self.round.chunks]
         missing = set(filter(self.wants_average, asked))
@@ -245,7 +245,8 @@ class Exchange:
         return chunk in self._reducing.under_way
 
     def is_done_with(self, sender: str, chunk: int, reduced: bool) -> bool:
-        """Return True if this peer already has the sender's chunk, or the chunk arrives too late to count."""
+        """Return True if this peer already has the sender's chunk, or the chunk arrives too late to count. The chunk is
+        an average if `reduced`, otherwise the sender's own blocks."""
         if reduced:
             return chunk < self.round.chunks and not self.wants_average(chunk)
         return chunk in self.averages.ours or self._reducing.has(sender, chunk)
@@ -255,8 +256,9 @@ class Exchange:
         return self._signatures.checked(sender, self.contributions.commitments.get(sender), signature)
 
     def is_vouched_for(self, averaged: Averaged) -> bool:
-        """Return True if a member that may average the chunk has signed this average. Any contributor may have signed
-        the average that the proposal names, because the leader may have chosen an heir that is unknown to this peer."""
+        """Return True if an average is valid and signed by a reducer of the chunk, or by an heir that this peer knows.
+        If the proposal names the average, any contributor may have signed it, because this peer may not know all
+        heirs."""
         able: Collection[str] = self._reducers.of(averaged.chunk)
         if self.averages.marks and self.averages.is_marked(averaged):
             able = self._weights.keys()

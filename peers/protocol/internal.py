@@ -57,7 +57,7 @@ class Behind:
 @dataclass(frozen=True)
 class FarBehind:
     """The order to fetch a snapshot at index `least` or later from `donor`, because this peer cannot catch up by
-    replaying entries."""
+    fetching single entries."""
 
     donor: str
     least: int = 0
@@ -84,7 +84,8 @@ class Host(Protocol):
         has."""
 
     def others_made(self, certified: Certified, sender: str, round: EntryRound) -> None:
-        """Replay an entry whose payload this peer does not have, or that a minority of other peers has made."""
+        """Fetch the payload of an entry from other peers, and apply it, because this peer does not have the payload, or
+        because a minority of other peers has made the entry."""
 
     def leave_if_possible(self) -> None:
         """Leave the run if the volunteer has asked for it and no exchange is under way any more."""

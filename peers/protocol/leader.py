@@ -1,7 +1,7 @@
 """The leader of one position's view: it begins the exchange, collects the reducers' Parts, and proposes the header.
 
 Safety does not depend on the leader: it may propose anything (voting.py). It need not be in the round itself. It
-proposes, in this order: the heaviest prepared header, because that may be committed already; the outcome of the round
+proposes, in this order: the newest prepared header, because that may be committed already; the outcome of the round
 under way; the outcome of a new round.
 """
 
@@ -128,9 +128,9 @@ class Leader:
             return
         self._set_pace()
         ready = self.readiness.of(self._view)
-        prepared = self._heaviest(ready)
+        prepared = self._newest_prepared(ready)
         if self._proposed is not None:
-            self._press(self._proposed, prepared, ready)
+            self._revise(self._proposed, prepared, ready)
         elif prepared is not None:
             if seat.attendance.is_enough(_incarnations(ready)):
                 self._propose_prepared(prepared, ready)
@@ -242,8 +242,8 @@ class Leader:
             self._context.emit(*(Send(peer, message) for peer in receivers))
 
     def _collect(self, begun: Begin) -> None:
-        """Propose the round's outcome once all Parts have arrived. Name heirs for reducers that are dead or too
-        late."""
+        """Propose the round's outcome once all reducers have sent a Part with their signed averages. Name heirs for
+        reducers that are dead or have sent no Part within the exchange's time limit."""
         assert self._parts is not None
         if (outcome := self._parts.outcome()) is not None:
             self._context.experience.undealt.note(self._parts.one_sided(), begun.round.name.position.index)
@@ -332,7 +332,7 @@ class Leader:
             round=None,
         )
         self._context.emit(Note("info", f"ballot {propose.ballot} proposes the prepared header again"))
-        self._propose(propose, tuple(dict.fromkeys([*ready, *(peer for peer in seat.attendance.here)])))
+        self._propose(propose, tuple(dict.fromkeys([*ready, *(peer for peer in seat.attendance.at_work)])))
 
     def _propose(self, propose: Propose, peers: Iterable[str]) -> None:
         self._proposed, self._at = propose, self._context.now
@@ -350,13 +350,13 @@ class Leader:
             context.emit(*(Send(peer, proof) for proof in shown if peer != context.me), Send(peer, propose))
             self._sent_at[peer] = context.now
 
-    def _press(self, propose: Propose, prepared: Certified | None, ready: Mapping[str, Ready]) -> None:
-        """Replace this peer's proposal if Readys show why too few peers vote for it: a heavier lock, or refusals that a
-        new ballot, header or round can avoid."""
+    def _revise(self, propose: Propose, prepared: Certified | None, ready: Mapping[str, Ready]) -> None:
+        """Withdraw or replace this peer's proposal if Readys show why too few peers vote for it: the header `prepared`
+        must be proposed instead, or a new ballot, header or round can avoid their refusals."""
         voter, resend = self._seat.voter, self._context.settings.timing.resend
         if self._do_without_signers(propose, ready) or self._context.now - self._at < resend:
             return
-        if prepared is not None and self._is_heavier(prepared, propose):
+        if prepared is not None and self._must_replace(prepared, propose):
             self._propose_prepared(prepared, ready)
             return
         if voter.prepared is not None and choice_of(voter.prepared).ballot == propose.ballot:
@@ -389,8 +389,8 @@ class Leader:
         return bool(wrong)
 
     def _named_by_enough(self, named: Mapping[str, Iterable[str]]) -> set[str]:
-        """Return peers to leave out: the most often named ones, as many as necessary so that the ready peers that name
-        no peer besides these can make the entry. `named` maps each ready peer to the peers that it names."""
+        """Return names to leave out: the most frequent ones, as many as necessary so that the ready peers with no other
+        name can make the entry. `named` maps ready peers to the names that keep them from voting."""
         ready = {self._context.me: self._context.incarnation} | _incarnations(self.readiness.of(self._view))
         found = set[str]()
         while True:
@@ -424,8 +424,8 @@ class Leader:
         return {peer: one for peer, one in ready.items() if (one.refused, one.reason) == (propose.ballot, reason)}
 
     def _propose_anew(self, propose: Propose, refusals: set[Refusal]) -> None:
-        """Propose the same outcome in a new ballot, with a header that no longer calls voters gone that members hear.
-        Do nothing if header and group stay the same, unless a voter has refused the ballot itself."""
+        """Propose the same outcome in a new ballot, with a header that calls no voter gone that members hear, and with
+        the present peers of a minority. Do nothing if neither changes, unless a voter has refused the ballot itself."""
         group = self._seat.attendance.group if propose.group else ()
         header: Header | None = propose.header
         if propose.justify is None and self._begun is not None and self._parts is not None:
@@ -445,36 +445,36 @@ class Leader:
         )
         self._propose(again, self.asked)
 
-    def _is_heavier(self, prepared: Certified, propose: Propose) -> bool:
-        """Return True if a prepared header must replace the proposal: its certificate is from another ballot, and
-        heavier than the one that the proposal shows."""
+    def _must_replace(self, prepared: Certified, propose: Propose) -> bool:
+        """Return True if a prepared header must replace the proposal: its certificate is from another ballot, and newer
+        than the one that the proposal shows. The whole run's certificates count as newer than a minority's."""
         choice = choice_of(prepared)
         if choice.ballot == propose.ballot:
             return False
         return propose.justify is None or propose.justify.choice.weight < choice.weight
 
-    def _heaviest(self, ready: Mapping[str, Ready]) -> Certified | None:
-        """Return the heaviest prepared header that this peer or a ready peer knows (R4), if its ballot is older than
-        this peer's next. Each false certificate is checked only once, because checks of signatures take time."""
+    def _newest_prepared(self, ready: Mapping[str, Ready]) -> Certified | None:
+        """Return the newest prepared header that this peer or a ready peer knows, to propose it again (R4); None if
+        this peer may propose none. The whole run's headers count as newer than a minority's."""
         voter, next_ballot = self._seat.voter, Ballot(view=self._view, attempt=self._attempt + 1)
         false = self.readiness.false_locks
         shown = {peer: one.lock for peer, one in ready.items() if one.lock and one.lock.certificate}
-        heaviest = voter.prepared
+        newest = voter.prepared
         for peer, lock in sorted(shown.items(), key=lambda one: choice_of(one[1]).weight, reverse=True):
-            if heaviest is not None and choice_of(heaviest).weight >= choice_of(lock).weight:
+            if newest is not None and choice_of(newest).weight >= choice_of(lock).weight:
                 break
             if not choice_of(lock).ballot < next_ballot or lock == false.get(peer):
                 continue
             if voter.is_prepared(lock):
-                heaviest = lock
+                newest = lock
                 break
-            false[peer] = lock
-        is_foreign = heaviest is not None and choice_of(heaviest).alone and not self._seat.attendance.is_alone
-        return None if is_foreign else heaviest
+            false[peer] = lock  # not checked again, because checks of signatures take time
+        is_foreign = newest is not None and choice_of(newest).alone and not self._seat.attendance.is_alone
+        return None if is_foreign else newest
 
     def _gone(self, named: Iterable[str], group: Group) -> tuple[str, ...]:
-        """Return the voters that the entry calls gone: those that are not in `named`, and that neither this peer nor
-        too many members hear. A minority's entry calls all voters gone that are not in `named`."""
+        """Return the voters outside `named` that the entry calls gone: those that this peer does not hear, and that a
+        quorum of the members does not hear either; all of them if a minority makes the entry."""
         log, timing = self._seat.log, self._context.settings.timing
         if not log.closes:
             return ()

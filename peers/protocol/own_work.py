@@ -93,9 +93,9 @@ class OwnWork:
         return mine in ([stated], [self._log.without_unproven([stated, *others])[0]])
 
     def is_stated_by(self, begin: Begin) -> bool:
-        """Return True if the Begin has this peer's own commitment unchanged, and all commitments or norms that this
-        peer needs. Otherwise the round may be from before a restart or a new training, and this peer may have averaged
-        its chunks already."""
+        """Return True if the Begin has this peer's own commitment unchanged, and all commitments, or norms of
+        contributions, that this peer needs. Otherwise the round may be older than this peer's restart or new
+        training."""
         me, ours, stated = self._context.me, self.commitment(), begin.commitments
         need_all, need_norms = informed(begin, self._log)
         norms = Norms.of(stated) if stated else begin.norms
@@ -140,7 +140,7 @@ class OwnWork:
             lock=voter.lock,
             refused=refused,
             reason=objection.refusal.value if objection else "",
-            # At most MEMBER_LIMIT names, because liars can invent peers.
+            # Name at most MEMBER_LIMIT peers in `named`, because liars can invent peers.
             named=((objection.named if objection else ()) or self._heard_besides(exchange))[:MEMBER_LIMIT],
             lacking=objection.lacking if objection else (),
             unproven=objection.unproven if objection else (),

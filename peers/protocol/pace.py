@@ -36,7 +36,7 @@ class Pace:
 
     @classmethod
     def of(cls, settings: RunSettings) -> Pace:
-        """Return the pace that a run's settings determine."""
+        """Return a Pace with those of a run's settings that determine the inner steps and the leader's waiting time."""
         return cls(
             settings.inner_steps,
             settings.samples_per_lease * settings.tokens_per_sample,
@@ -74,8 +74,8 @@ class Pace:
         return min(self.inner_steps, int(math.ceil(self.least_steps / sure) * sure))
 
     def _is_in_time(self, speed: float, fastest: float) -> bool:
-        """Return True if a peer finishes all inner steps at most half of the grace (or slack) after the fastest peer.
-        The other half allows for errors in the speeds."""
+        """Return True if a peer finishes all inner steps after the fastest peer by at most half of the leader's waiting
+        time, which is `grace`, in an asynchronous run `slack`. The other half allows for errors in the speeds."""
         if speed >= fastest:
             return True
         training = self.lease_tokens / fastest
@@ -88,17 +88,16 @@ class Pace:
         return self.steps(speed, self._fastest(speed, others)) if speed else self.inner_steps
 
     def steps_of_grant(self, steps: int, speed: float, others: Collection[float]) -> int:
-        """Return the number of inner steps that a peer makes of the `steps` in a grant; the grant's other samples
-        stay in the log's pool of samples. In an asynchronous run the number is proportional to the peer's speed as a
-        share of the fastest peer's."""
+        """Return the number of inner steps that a peer makes of a grant's `steps`: as many as it can finish together
+        with the others; in an asynchronous run, `steps` times its speed as a share of the fastest peer's."""
         fastest = self._fastest(speed, others)
         if self.contributions is None or not speed or speed >= fastest:
             return min(steps, self.steps_beside(speed, others))
         return max(1, int(steps * speed / fastest))
 
     def _fastest(self, speed: float, others: Collection[float]) -> float:
-        """Return the highest speed that other peers claim, but at most the median speed divided by `smallest_share`.
-        The limit keeps a minority of liars from making all others train almost nothing."""
+        """Return the highest speed among the `others`, but at most the median of theirs and this peer's `speed`,
+        divided by `smallest_share`. The limit keeps a minority of liars from making all peers train almost nothing."""
         return min(max(others, default=0.0), median_high([speed, *others]) / self.smallest_share)
 
     def is_too_slow(self, speed: float, usual: float) -> bool:
@@ -107,8 +106,8 @@ class Pace:
         return 0 < speed * (1 + self.staleness) < self.least_steps / self.inner_steps * usual
 
     def overlap_seconds(self, speed: float) -> float:
-        """Return the seconds that the overlap's inner steps take at this speed; 0 without overlap, or if the speed is
-        unknown."""
+        """Return the seconds that the overlap's inner steps take at this speed, in tokens a second; 0 without overlap,
+        or if the speed is unknown (0)."""
         return self.overlap / self.inner_steps * self.lease_tokens / speed if speed else 0.0
 
     # Waiting time ----------------------------------------------------------------------------------------------

@@ -44,8 +44,8 @@ class RoundTimes:
 
 
 class Pacemaker:
-    """The view timer of one position. `view` is the peer's current view, and `leader` its leader. `reached` is the view
-    that this peer's beats name.
+    """The view timer of one position. `view` is the peer's current view, and `leader` its leader. `reached` is `view`,
+    or a later view once the timer has ended; the peer's beats name it.
 
     The timer alone raises `reached`. The peer keeps its leader until a quorum has reached a later view, so that all
     change leaders together. A leader that is not heard is skipped at once; if it is heard again, its view goes on with
@@ -111,9 +111,9 @@ class Pacemaker:
         self._rise(view)
 
     def limit(self, grace: float) -> float:
-        """Return the seconds after which this view times out (R2). A leader's Begin restarts the count, and adds a
-        multiple of the exchange's time limit, capped by the usual duration of a round. Each view that timed out after a
-        Begin doubles the cap."""
+        """Return the seconds after which this view times out (R2): a leader's wait (`grace`) and some usual rounds. A
+        leader's Begin adds its time limit several times, up to a maximum that doubles with each view that timed out
+        after a Begin."""
         usual, timing = self._times.usual, self._timing
         needed = timing.round_timeout if usual is None else MARGIN * usual
         seconds = max(grace + min(needed, LONGEST * timing.round_timeout), death(timing))

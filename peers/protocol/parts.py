@@ -125,7 +125,8 @@ class Averages:
         return self._here.get(chunk)
 
     def squares_with(self, averaged: Averaged, squares: float) -> float:
-        """Return the squared norm that the stored averages of this average's reducer have together with this one."""
+        """Return the squared norm of one reducer's averages together: those stored here, and `averaged`, whose own
+        squared norm is `squares`."""
         before = self._here.get(averaged.chunk)
         replaced = self._squares[averaged.chunk] if before and before.reducer == averaged.reducer else 0.0
         return self._given[averaged.reducer] - replaced + squares
@@ -168,8 +169,8 @@ class Averages:
 
 
 class RoundOutcome(NamedTuple):
-    """The outcome of a round: the payload's digest, the number of chunks from which each member is absent, and the
-    averages' marks."""
+    """The result of a round: the payload's digest, the number of chunks from which each member is absent, and `marks`,
+    a few bytes for each average in chunk order, by which a proposal names it."""
 
     payload: bytes
     absent: dict[str, int]
@@ -233,7 +234,7 @@ class Parts:
         return is_own and self._averages.is_signed(averaged)
 
     def drop(self, reducer: str) -> None:
-        """Remove a member's averages, and ignore its later Parts. An heir may average the chunks instead."""
+        """Remove a member's signed averages, and ignore its later ones. An heir may average the chunks instead."""
         self.dropped.add(reducer)
         self._taken = {chunk: averaged for chunk, averaged in self._taken.items() if averaged.reducer != reducer}
 

@@ -62,7 +62,7 @@ class ForATerm:
         self._since: dict[str, int] = {}
 
     def note(self, peers: Iterable[str], index: int) -> None:
-        """Remember the peers from the entry `index` on, and forget those remembered a whole term ago."""
+        """Remember the peers for TERM entries, beginning with entry `index`, and forget those whose time is over."""
         self._since = {peer: since for peer, since in self._since.items() if since + TERM > index}
         self._since |= dict.fromkeys(peers, index)
 
@@ -147,7 +147,8 @@ def heirs_of(
 
 # Reachability ---------------------------------------------------------------------------------------------------------
 def reducers(members: Sequence[str], able: Sequence[str], links: Mapping[str, MemberLink]) -> tuple[str, ...]:
-    """Return the `able` members that enough other members reach, in the same order.
+    """Return the members that average: those of `able`, in the same order, that the share REACHED of the other members
+    reaches; all of `able` if there are none.
 
     If the others can share the work fairly, two groups do not average either: first members that too many others reach
     only through a relay, then members with any pair without a link, or with a relayed one, that both sides report.

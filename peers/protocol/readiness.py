@@ -67,8 +67,8 @@ class Readiness:
         self._context.emit(Send(sender, grant))
 
     def _next_grant(self) -> Lease | None:
-        """Return the next grant that no peer holds, if possible one that was never given before; None if all are held.
-        Grants before this peer's own come last, because another leader may have given them."""
+        """Return the next grant that no peer holds, if possible one that was never given; None if all are held. If this
+        peer trains a grant itself, grants before it come last, because the leader that gave it may have given them."""
         own = self._trainer.lease
         grants, taken = self._log.grants, {*self._granted.values(), own}
         first = grants.index(own) + 1 if own in grants else 0
@@ -128,15 +128,15 @@ class Readiness:
         if self._log.closes and not (member.tokens or self._log.counts(sender, ready.incarnation)):
             raise LogError("it has no tokens, so it cannot become a voter")
         self._check_commitment(sender, ready)
-        for peer in others:  # remove the grant from joiners, because this peer itself has trained its samples
+        for peer in others:  # no joiner keeps a grant whose samples this peer has trained itself
             del self._granted[peer]
             self._ready.pop(peer, None)
         if lease and sender not in self._log.leases:
             self._granted[sender] = lease
 
     def _check_commitment(self, sender: str, ready: Ready) -> None:
-        """Check a Ready's commitment. Raises: LogError if a peer with tokens has no valid commitment in a format of
-        this run, or a peer without tokens has one."""
+        """Check a Ready's commitment. Raises: LogError if the Ready states tokens without a valid commitment in a
+        format of this run, or has a commitment without tokens."""
         commitment = ready.commitment
         if (commitment is not None) != (ready.tokens > 0):
             raise LogError("a Ready has a commitment if and only if it has tokens")
@@ -197,8 +197,8 @@ class Readiness:
         return self.awaited.is_time(self._context.now, ready.keys() | beyond, contributing, self._voters())
 
     def _voters(self) -> set[str]:
-        """Return the voters that this peer hears in the incarnation that votes, and this peer itself if it is a
-        voter."""
+        """Return the voters that this peer hears, and this peer itself if it is a voter. A voter counts only in the
+        incarnation that the log has for it."""
         live, context, log = self._presence.live(), self._context, self._log
         incarnations = {peer: live[peer].incarnation for peer in log.voters if peer in live} | {
             context.me: context.incarnation
@@ -253,7 +253,7 @@ def member_of(peer: str, ready: Ready) -> Member:
 
 
 def commitments_of(roster: Collection[Member], ready: Mapping[str, Ready]) -> tuple[Contribution, ...]:
-    """Return the contributions to which the members with tokens have committed, in roster order."""
+    """Return the committed contribution of each member that trained tokens, in roster order."""
     committed = (ready[member.peer].commitment for member in roster if member.tokens)
     return tuple(one.contribution for one in committed if one)
 

@@ -200,8 +200,8 @@ class Replica(StateMachine):
 
     @property
     def furthest(self) -> str | None:
-        """The peer that claims to be furthest ahead, or on another branch, among those whose index this peer's log
-        still remembers or has not reached; None if there is none."""
+        """The peer that claims to be furthest ahead, or on another branch; None if there is none. Peers at an index
+        before the oldest head that this peer knows are left out."""
         return self._presence.branches.furthest(self.log, self.lineage, self.contradiction is not None)
 
     @property

@@ -217,8 +217,8 @@ class EntryRound(StateMachine):
         return self.views.granted_by[0] if self.views.granted_by else None
 
     def was_asked(self, peer: str) -> bool:
-        """Return True if `peer` is the leader to which this peer sends its Ready. An answer from this leader counts
-        more than its last heartbeat."""
+        """Return True if `peer` is the leader to which this peer sends its Ready. This peer then accepts an entry from
+        it, even if its last heartbeat does not show that it is ahead."""
         return self.is_taking_part and peer == self.pacemaker.leader
 
     # The view -------------------------------------------------------------------------------------------------
@@ -648,8 +648,8 @@ class EntryRound(StateMachine):
             self._is_certified(known, context.me)
 
     def _is_committed(self, certified: Certified, sender: str) -> None:
-        """Append a committed entry to the log if this peer has the payload. Otherwise wait for the payload if the
-        exchange can still get it; if not, have the entry replayed."""
+        """Append a committed entry to the log if this peer has the payload, or wait while the exchange can still
+        complete the payload. Otherwise fetch the payload from other peers."""
         header, notes = certified.header, self._notes
         assert certified.certificate is not None
         is_ours = self.voter.has_committed(certified.certificate.choice)
@@ -666,7 +666,7 @@ class EntryRound(StateMachine):
 
     def _await_payload(self, _: Tick | None = None) -> None:
         """Append the committed entry to the log once the exchange has the payload. If no chunk arrives for a while, or
-        the payload is incomplete after the death time, have the entry replayed with a fetched payload."""
+        the payload is incomplete after the death time, fetch the payload from other peers."""
         notes, context = self._notes, self._context
         if notes.decided is None:
             return

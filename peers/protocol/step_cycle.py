@@ -39,8 +39,8 @@ from peers.values.manifest import Amendment
 
 
 class StepCycle:
-    """The parts of one peer, connected. `keeps_work` is true if the training under way is for a later cycle than the
-    entry that is being replayed."""
+    """The course of one peer's cycles. It connects the peer's training, rounds, log and search for other logs.
+    `keeps_work` is true if the present training is for a later cycle than the entry being fetched and applied."""
 
     def __init__(self, context: Context, state_digest: bytes, lineage: Lineage) -> None:
         pause = 2 * context.settings.timing.round_timeout
@@ -86,8 +86,9 @@ class StepCycle:
         return self.rounds[max(self.rounds)]
 
     @property
-    def _is_level(self) -> bool:
-        """True if this peer may replay entries or fetch a state now: it does neither, and is not about to leave."""
+    def _can_catch_up(self) -> bool:
+        """True if this peer may fetch entries or a state: it fetches and applies none now, and is not about to
+        leave."""
         return self.replica.state is ReplicaState.LEVEL and not self._awaits_last_digest
 
     def tick(self) -> None:
@@ -110,8 +111,8 @@ class StepCycle:
         self.trainer.take(Leased(self.replica.log, lease, steps))
 
     def offer_captured(self, fragment: int) -> None:
-        """Pass a fragment's capture to the fragment's round. If this peer missed the fragment's turn, pass NOTHING: the
-        peer then only votes on the entry (R15)."""
+        """Pass a fragment's capture to the fragment's round. If the fragment was not captured in time, pass NOTHING, a
+        result without tokens: this peer then only votes on the entry (R15)."""
         round = self.rounds.get(fragment)
         if round is None or round.state is not RoundState.OPEN or round.log.closes:
             return
@@ -144,7 +145,7 @@ class StepCycle:
             self.trainer.take(WorkEnds(log.position, header))
         self.trainer.captures.entry_made(header, self._context.me)
         self.replica.take(EntryMade(header, certificate, keeps))
-        if not self.replica.log.made:  # positions are closed only now, since only whole cycles are on the disk (R11)
+        if not self.replica.log.made:  # only whole cycles are on the disk, so votes at their positions end now (R11)
             for position in self._certified:
                 self._context.votes.close(position)
             self._certified.clear()
@@ -252,7 +253,7 @@ class StepCycle:
         self.look_for_hindrance()
 
     def _look(self) -> None:
-        if self._is_level:
+        if self._can_catch_up:
             self.search.look()
 
     def on_lineage(self, event: LineageSeen | LineageNotSeen) -> None:
@@ -264,7 +265,7 @@ class StepCycle:
         context, lineage = self._context, self.replica.lineage
         context.convict(context.evidence.observe_split(event.ours, event.theirs, lineage))
         far = self.search.on_seen(event)
-        if far is None or not self._is_level:
+        if far is None or not self._can_catch_up:
             return
         given_up = event.ours.certificates if event.theirs.splits_from(event.ours) else ()
         for fragment in sorted(given_up):
@@ -276,12 +277,13 @@ class StepCycle:
     def on_elsewhere(self, sender: str) -> None:
         """Fetch the log of a peer that claims to be ahead but did not have the entry for which this peer asked: the
         two may be on different branches."""
-        if self._is_level and self.replica.claimant == sender:
+        if self._can_catch_up and self.replica.claimant == sender:
             self.search.weigh(sender)
 
     def others_made(self, certified: Certified, sender: str, round: EntryRound) -> None:
-        """Replay an entry that a minority made, or whose payload is missing here, if this peer accepts the entry."""
-        if not self._is_level:
+        """Fetch the payload of an entry that a minority made, or whose payload is missing here, and apply it, if this
+        peer accepts the entry."""
+        if not self._can_catch_up:
             return
         header, log = certified.header, self.replica.log
         was_asked = self.state is State.JOINING or round.was_asked(sender)
@@ -292,7 +294,7 @@ class StepCycle:
                 self.search.weigh(sender)  # the sender's log shows whether it is on the same branch
             return
         if log.is_closing(header):
-            self.keeps_work = self.trainer.outlives(header)
+            self.keeps_work = self.trainer.can_count_after(header)
             if not self.keeps_work:
                 self.trainer.take(WorkEnds(log.position, header))
             self.rounds[header.fragment] = self._open_round(header.fragment)
@@ -302,8 +304,8 @@ class StepCycle:
             self.entry_made(header, behind.certificate)
 
     def on_not_replayed(self, header: Header, reason: str) -> None:
-        """Fetch the state of a peer ahead, because no donor has the entry's payload. If none is ahead, end the
-        replay."""
+        """Fetch the state of a peer ahead, because no donor has the entry's payload. If no peer is ahead, stop
+        catching up."""
         self._context.emit(Note("info", f"could not fetch the payload of entry {header.index}: {reason}"))
         far = self.search.far_behind()
         if far is not None:
@@ -319,7 +321,7 @@ class StepCycle:
     def _check_state(self) -> None:
         """Fetch the state of most voters if this peer's state differs at the same place, as after a memory error."""
         replica = self.replica
-        most = replica.state_of_most if self._is_level and replica.is_settled else None
+        most = replica.state_of_most if self._can_catch_up and replica.is_settled else None
         if most is None or most == replica.state_digest:
             return
         place = replica.settled.position.head, most

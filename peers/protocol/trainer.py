@@ -154,9 +154,9 @@ class Trainer(StateMachine):
         """Return True if the cycle in which the training began is over. The worker then waits for no more averages."""
         return log.position.index > self._index
 
-    def outlives(self, entry: Header) -> bool:
-        """Return True if the work can still count in a later cycle although `entry` closes its cycle without the work:
-        this peer keeps its lease, and the worker has already loaded theta, which the entry changes."""
+    def can_count_after(self, entry: Header) -> bool:
+        """Return True if the work can count in a later cycle than the one that `entry` closes: the entry leaves this
+        peer its lease, and the worker has already loaded the theta that precedes the entry."""
         is_loaded = self.progress is not None or self.trained is not None
         lease = next((one.samples for one in entry.leases if one.peer == self._context.me), None)
         return self.lease is not None and is_loaded and self.lease == lease
@@ -175,21 +175,21 @@ class Captures:
         self._changed = set[int]()
 
     def add(self, fragment: int, trained: Trained) -> None:
-        """Store a fragment's capture, or NOTHING if the worker will capture the fragment again."""
+        """Store a fragment's capture, or NOTHING if the worker will store the fragment's work again."""
         self._trained[fragment] = NOTHING if self._goes_on(fragment) else trained
 
     def of(self, fragment: int) -> Trained | None:
-        """Return a fragment's capture; None if the fragment has not been captured."""
+        """Return the capture of a fragment; NOTHING if it may not count any more, None if there is none yet."""
         return self._trained.get(fragment)
 
     def keeps(self, fragment: int) -> bool:
-        """Return True if a fragment's capture is final: in a round, waiting for one, or in an entry. Otherwise the
-        worker will capture the fragment again."""
+        """Return True if a fragment's capture is final, because it is in a round or entry, or waits for a round.
+        Otherwise the worker will store the fragment's work again."""
         return fragment in self._trained and not self._goes_on(fragment)
 
     def entry_made(self, entry: Header, me: str) -> None:
         """Drop the capture of the entry's fragment if the entry counts tokens of this peer, even if only a part of
-        them, because nothing may count twice. Also drop it if the worker will capture the fragment again."""
+        them, because nothing may count twice. Also drop it if the worker will store the fragment's work again."""
         fragment = entry.fragment
         (self._made if entry.payload == NO_PAYLOAD else self._changed).add(fragment)
         if fragment in self._trained and (entry.tokens_of(me) or self._goes_on(fragment)):

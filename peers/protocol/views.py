@@ -51,11 +51,12 @@ class Views:
         views = attendance.views() | {me: pacemaker.reached}
         for peer, view in reached_by_others.items():
             views[peer] = max(view, views.get(peer, 0))
-        incarnations = {peer: attendance.here.get(peer, 0) for peer in views}
+        incarnations = {peer: attendance.at_work.get(peer, 0) for peer in views}
         named = named_by_quorum(views, lambda peers: attendance.moves_on({peer: incarnations[peer] for peer in peers}))
         ready = attendance.ready() if is_taking_part else {}
         if self._log.last is None and not work.is_under_way:
-            ready = incarnations  # counted as ready, so that the timer runs for a leader that grants no samples
+            # All heard peers count as ready, so that the timer runs and replaces a leader that grants no samples.
+            ready = incarnations
         reached = {peer: incarnation for peer, incarnation in ready.items() if views.get(peer, 0) >= pacemaker.view}
         is_running = bool(ready) and attendance.moves_on(reached)
         turns = len(self._log.ring) if self._is_log_led else 1
@@ -81,7 +82,7 @@ class Views:
 
     def _at_work(self) -> set[str]:
         now, me = self._context.now, self._context.me
-        at_work = set(self.attendance.here)
+        at_work = set(self.attendance.at_work)
         if self.granted_by and now - self.granted_by[1] <= self._context.settings.timing.heartbeat_expiry:
             at_work.add(self.granted_by[0])
         if self._has_given:

@@ -29,8 +29,8 @@ REMEMBERED = 8
 
 
 class Voter:
-    """One peer as a voter at one position. `prepared` is the heaviest prepared header that this peer knows. `answers`
-    limits this peer's answers to repeated votes."""
+    """One peer as a voter at one position. `prepared` is the newest prepared header that this peer knows; the whole
+    run's count as newer than a minority's. `answers` limits this peer's answers to repeated votes."""
 
     def __init__(self, context: Context, presence: Presence, replica: Replica, log: LogState) -> None:
         self.prepared: Certified | None = None
@@ -39,7 +39,7 @@ class Voter:
         self._presence = presence
         self._replica = replica
         self._log = self._here = log
-        self._proposed: dict[bytes, tuple[Header, Group]] = {}  # proposed headers and their groups, by header digest
+        self._proposed: dict[bytes, tuple[Header, Group]] = {}  # by digest: proposed header, and voters of a minority
         self._tally = Tally(self.place)
         for vote in self._cast_before:
             self._tally.hear(context.me, vote)
@@ -108,7 +108,7 @@ class Voter:
 
     def _sends(self, vote: Vote, header: Header, group: Group, leader: str) -> list[Send]:
         receivers = dict.fromkeys([self._context.me, leader])
-        if is_open(self._log, header, group):
+        if all_hear_votes(self._log, header, group):
             receivers |= dict.fromkeys(audience(self._log, header, group))
         return [Send(peer, vote) for peer in receivers]
 
@@ -146,8 +146,8 @@ class Voter:
             del self._proposed[next(iter(self._proposed))]
 
     def recount(self, choice: Choice) -> list[Certified]:
-        """Return the header of `choice` (of phase 1) with each of its certificates, prepare or commit, for which enough
-        votes have arrived. Votes may arrive before the header."""
+        """Return the header for which `choice` is vote 1: once with its prepare certificate, and once with its commit
+        certificate, if enough votes for each have arrived. Votes may arrive before the header."""
         found = [self._certified(choice), self._certified(commit_of(choice))]
         return [certified for certified in found if certified]
 
@@ -160,7 +160,8 @@ class Voter:
         return Certified(header=header, certificate=certificate) if certificate else None
 
     def is_news(self, choice: Choice) -> bool:
-        """Return True if the choice is heavier than that of the heaviest prepared header that this peer knows."""
+        """Return True if the choice is newer than that of the newest prepared header that this peer knows. The whole
+        run's choices count as newer than a minority's."""
         return self.prepared is None or choice_of(self.prepared).weight < choice.weight
 
     def is_prepared(self, certified: Certified) -> bool:
@@ -185,13 +186,13 @@ class Voter:
         return True
 
     def pass_on(self, certified: Certified, leader: str | None, asked: Collection[str]) -> None:
-        """Forward a certificate. Many members send it down a tree. If they are few, only the leader sends a prepare
-        certificate, to the members that it has not `asked` for vote 1, because they do not know the header."""
+        """Forward a certificate down a tree if the header has many members. Few members receive all votes: then only
+        the leader forwards, and only a prepare certificate to members not `asked` for vote 1."""
         assert certified.certificate is not None
         header, group, me = certified.header, certified.certificate.group, self._context.me
         members = audience(self._log, header, group)
         receivers: Sequence[str] = ()
-        if leader is not None and not is_open(self._log, header, group):
+        if leader is not None and not all_hear_votes(self._log, header, group):
             receivers = forward_to(me, leader, members)
         elif leader == me and choice_of(certified).phase is Phase.PREPARE:
             receivers = [peer for peer in members if peer not in asked and self._presence.is_live(peer)]
@@ -224,8 +225,8 @@ def audience(log: LogState, header: Header, group: Group) -> tuple[str, ...]:
     return tuple(dict.fromkeys([*header.peers, *(peer for peer, _ in electorate(log, header, group).voters)]))
 
 
-def is_open(log: LogState, header: Header, group: Group) -> bool:
-    """Return True if the header's audience is so small that each peer of it receives all votes."""
+def all_hear_votes(log: LogState, header: Header, group: Group) -> bool:
+    """Return True if the header's members and the voters on it are so few that all of them receive all votes."""
     return len(audience(log, header, group)) <= OPEN_LIMIT
 
 

@@ -201,9 +201,8 @@ def _why_not_in(state: VoterState, ballot: Ballot, last: Vote | None) -> Refusal
 
 
 def _is_bound(lock: Certified | None, propose: Propose) -> bool:
-    """Return True if the voter's lock forbids vote 1 for the proposal. The lock allows only proposals with a heavier
-    certificate, or with one as heavy and for the locked header. A minority's lock binds only in a minority's
-    ballots."""
+    """Return True if the voter's lock forbids vote 1. It allows a proposal with a newer certificate, or with one as new
+    and for the locked header. The whole run's are newer than a minority's, which bind only a minority's ballots."""
     if lock is None:
         return False
     locked = _choice_of(lock)
@@ -338,7 +337,8 @@ class Tally:
     def certificate(
         self, header: Header, choice: Choice, farewells: Mapping[str, tuple[int, bytes]], group: Group = ()
     ) -> Certificate | None:
-        """Return the certificate made of the votes for this choice of the header; None while there are too few."""
+        """Return the header's certificate, made of the votes for `choice`, which is the header in one ballot and phase;
+        None while there are too few. `group` are the voters of a minority; empty if the whole run votes."""
         signatures = {
             (peer, vote.incarnation): vote.signature for (peer, _), vote in self._votes.items() if vote.choice == choice
         }

@@ -98,7 +98,7 @@ def test_r21_an_uncertified_entry_is_followed_where_it_is_signed_and_the_others_
 def test_r8_where_most_are_here_by_name_no_other_group_is_joined() -> None:
     """Voters that are not heard here do not make it most: two such groups could be at once."""
     seen = attendance(GRACE, "ac", incarnation=7, goes_on_alone=False)
-    del seen.here["a"], seen.here["c"]
+    del seen.at_work["a"], seen.at_work["c"]
     assert seen.joins_alone
     assert not seen.joins((("a", 7), ("b", 0), ("c", 7)))
 

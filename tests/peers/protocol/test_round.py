@@ -408,7 +408,7 @@ def test_r8_more_made_up_peers_than_a_message_can_name_end_no_process() -> None:
     named = tuple(f"x{number}" for number in range(MEMBER_LIMIT + 1))
     said = round._work.ready(STATE, 0, None, round.voter, FIRST, Objection(Refusal.NOT_ALONE, named))
     assert said.named == named[:MEMBER_LIMIT]
-    round.attendance.here |= dict.fromkeys(named, 0)
+    round.attendance.at_work |= dict.fromkeys(named, 0)
     assert len(round.attendance.group) == MEMBER_LIMIT
 
 

@@ -92,7 +92,7 @@ def test_the_last_inner_steps_of_an_overlap_are_no_hang_and_tell_the_speed() -> 
         assert not bench.trainer.is_stuck
         bench.at_step(0, speed=80.0)
     assert (bench.trainer.inner_step(), bench.trainer.work, bench.trainer.speed) == (0, 0, 80.0)
-    assert not bench.trainer.outlives(next_header(LOG, [member("a", 0, 20)])), "it has not begun"
+    assert not bench.trainer.can_count_after(next_header(LOG, [member("a", 0, 20)])), "it has not begun"
     bench.context.now += 61.0
     assert bench.trainer.is_stuck, "now it has shown nothing for long"
 
@@ -105,9 +105,9 @@ def test_work_outlives_an_entry_that_leaves_us_our_lease() -> None:
         next_header(replace(SETTINGS, staleness=entries).empty_log.at(log.last), [member("a", 60, 80)])
         for entries in (1, 0)
     )
-    assert not bench.trainer.outlives(kept), "the worker has not loaded theta yet, and it changes"
-    assert bench.at_step(1).trainer.outlives(kept)
-    assert not bench.trainer.outlives(returned), "the lease went back into the pool"
+    assert not bench.trainer.can_count_after(kept), "the worker has not loaded theta yet, and it changes"
+    assert bench.at_step(1).trainer.can_count_after(kept)
+    assert not bench.trainer.can_count_after(returned), "the lease went back into the pool"
 
 
 def test_a_worker_is_stuck_that_shows_nothing_for_much_longer_than_it_ever_took() -> None:

@@ -13,7 +13,7 @@ from peers.log.state import LogState
 from peers.messages.messages import Certified, Vote
 from peers.presence.presence import Presence
 from peers.protocol.replica import Replica
-from peers.protocol.voter import FANOUT, OPEN_LIMIT, REMEMBERED, Voter, audience, forward_to, is_open
+from peers.protocol.voter import FANOUT, OPEN_LIMIT, REMEMBERED, Voter, all_hear_votes, audience, forward_to
 from peers.protocol.voting import Refusal
 from tests.peers.builders import FIRST, certified, choice, context, propose, roster, vote
 from tests.peers.heartbeats import beat
@@ -131,7 +131,7 @@ def test_r6_among_few_all_hear_all_and_among_many_each_hears_of_a_certificate_on
     header = next_header(log, [log.expected(peer) for peer in log.leases])
     told = audience(log, header, ())
     assert set(told) == set(log.leases)
-    assert is_open(log, header, ()) is (size <= OPEN_LIMIT)
+    assert all_hear_votes(log, header, ()) is (size <= OPEN_LIMIT)
     leader = told[5]
     heard, reached = [to for peer in told for to in forward_to(peer, leader, told)], [leader]
     assert sorted([leader, *heard]) == sorted(told)
