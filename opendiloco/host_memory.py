@@ -84,8 +84,8 @@ class HostMemory:
 
     @property
     def growing(self) -> int:
-        """The bytes that grow with the model: `vectors`, and three payloads: the pseudo-gradient, the average, and either
-        the last average until it is on the disk, or other members' blocks until this peer has averaged them."""
+        """The bytes that grow with the model: `vectors`, and three payloads: pseudo-gradient, average, and either the
+        last average until it is on the disk, or other members' blocks until this peer has averaged them."""
         return self.vectors + 3 * self.payload
 
     @property

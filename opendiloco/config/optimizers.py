@@ -96,7 +96,7 @@ class AdafactorSection(_InnerOptimizer):
 
 
 class TorchSection(_InnerOptimizer):
-    """Any optimizer of torch.optim that needs nothing but gradients, chosen by its class name."""
+    """Any optimizer of torch.optim that needs nothing but gradients."""
 
     kind: Literal["torch"] = "torch"
     name: Annotated[str, Field(min_length=1)]
@@ -123,8 +123,7 @@ InnerOptimizerSection: TypeAlias = Annotated[
 
 
 class OuterScheduleSection(Section):
-    """The schedule of the outer learning rate. Its phases are counted in outer steps. Without this table the rate is
-    constant."""
+    """The outer learning rate's schedule, with phases in outer steps. Without it the rate is constant."""
 
     phases_of: ClassVar[dict[str, tuple[str, ...]]] = {
         "wsd": ("warmup", "stable", "decay"),
