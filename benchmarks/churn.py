@@ -83,7 +83,8 @@ class AppliedEntries:
 
     @property
     def share_at_work(self) -> float:
-        """The share (0 to 1) of the measured time that lies outside stalls, or 0 if no gap was measured."""
+        """The share (0 to 1) of the measured time outside stalls, which are long gaps between entries; 0 without any
+        gap."""
         return 1 - sum(self.stalls) / sum(self.gaps) if self.gaps else 0.0
 
 

@@ -30,7 +30,7 @@ class AveragingMethod:
     """An averaging library and its number format. `kind` is the library's name in benchmarks/averagers.py, or empty for
     diloco-peer.
 
-    `value_bytes` is None for contenders that move as many bytes as our payload.
+    `value_bytes` is None for a method that moves as many bytes as our payload.
     """
 
     name: str
@@ -66,19 +66,19 @@ class Place:
     arguments: tuple[str, ...] = ()
 
     @property
-    def ours(self) -> list[str]:
-        """The command-line arguments of benchmarks/vector_peer.py for this place."""
+    def for_vector_peer(self) -> list[str]:
+        """The command-line arguments with which benchmarks/vector_peer.py runs our peer in this place."""
         return ["--listen", f"/ip4/{self.address}/tcp/0", *self.arguments]
 
     @property
-    def others(self) -> list[str]:
-        """The command-line arguments of benchmarks/averagers.py for this place."""
+    def for_averagers(self) -> list[str]:
+        """The command-line arguments with which benchmarks/averagers.py runs another library's peer in this place."""
         return ["--address", self.address, "--interface", self.interface]
 
 
 @dataclass
 class Group:
-    """All peers of one contender (an averaging library), and the measurements of their rounds."""
+    """The peers that average by one method (a library and a number format), and the measurements of their rounds."""
 
     contender: AveragingMethod
     peers: Sequence[PeerProcess]
@@ -151,7 +151,7 @@ class Group:
 
 
 def times_ours(groups: dict[str, Group], theirs: str) -> float:
-    """Return the seconds of the contender `theirs` as a multiple of diloco-peer's: the median over the rounds."""
+    """Return the seconds of the averaging method `theirs` as a multiple of diloco-peer's, in the median round."""
     return speed_ratio({name: group.seconds for name, group in groups.items()}, OURS, theirs)
 
 
@@ -162,8 +162,8 @@ def sent_bytes(payload: int, peers: int) -> float:
 
 
 async def measure(names: Sequence[str], values: int, places: Sequence[Place], repetitions: int) -> dict[str, Group]:
-    """Run `repetitions` rounds of each contender, in turns, and return the contenders' groups with their measurements,
-    by name."""
+    """Run `repetitions` rounds of each averaging method in `names`, in turns, with a peer in each place. Return the
+    peers of each method with the measurements of their rounds, by the method's name."""
     contenders = [contender for contender in CONTENDERS if contender.name in names]
     others = [contender.kind for contender in contenders if contender.kind]
     async with AsyncExitStack() as stack:
@@ -171,10 +171,12 @@ async def measure(names: Sequence[str], values: int, places: Sequence[Place], re
         sizes = ["--values", values, "--peers", len(places)]
         # The format is fixed, so that all peers send equally many bytes.
         ours = [OUR_PEER, *sizes, "--contribution-format", "int8"]
-        peers = await start_peers(stack, [[*ours, *place.ours] for place in places], places, logs)
+        peers = await start_peers(stack, [[*ours, *place.for_vector_peer] for place in places], places, logs)
         groups = {OURS: Group(contenders[0], peers)}
         if others:
-            commands = [[OTHER_PEER, *others, *sizes, "--rank", rank, *at.others] for rank, at in enumerate(places)]
+            commands = [
+                [OTHER_PEER, *others, *sizes, "--rank", rank, *at.for_averagers] for rank, at in enumerate(places)
+            ]
             peers = await start_peers(stack, commands, places, logs)
             groups |= {contender.name: Group(contender, peers) for contender in contenders if contender.kind}
         for turn in range(repetitions + 1):

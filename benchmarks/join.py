@@ -126,7 +126,7 @@ class DonorSwarm:
     async def _joining(self) -> AsyncIterator[tuple[PeerProcess, Fetch]]:
         """Start a joiner, wait for its first request for a snapshot, and yield the joiner's process and its
         download."""
-        command = [*self.arguments, *self.place.ours, "--fetches", "--contact", self.contact]
+        command = [*self.arguments, *self.place.for_vector_peer, "--fetches", "--contact", self.contact]
         joiner = await PeerProcess.start(command, self.logs / "joiner.log", self.place.prefix)
         try:
             yield joiner, Fetch(began=(await joiner.event("fetching", START_SECONDS))["time"])
@@ -170,13 +170,16 @@ class FetchMeasurements:
 
 
 async def measure(values: int, places: Sequence[Place], rounds: int, pause: float) -> FetchMeasurements:
-    """Run the donors and three joiners, and return the measurements. The last of `places` is the joiners'."""
+    """Let donors average `rounds` rounds of `values` values, each followed by a pause of `pause` seconds. Return
+    measurements of three joiners, which run in the last of `places`; each donor runs in another place."""
     async with AsyncExitStack() as stack:
         logs = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="join-")))
         # When the first joiner starts, the log has more entries than `--snapshot-every`, so joiners fetch a snapshot
         # instead of replaying entries.
         arguments = [OUR_PEER, "--values", values, "--peers", DONORS, "--snapshot-every", rounds]
-        donors = await start_peers(stack, [[*arguments, *place.ours] for place in places[:-1]], places[:-1], logs)
+        donors = await start_peers(
+            stack, [[*arguments, *place.for_vector_peer] for place in places[:-1]], places[:-1], logs
+        )
         contact = (await donors[1].event("listening", START_SECONDS))["address"]
         group = Group(CONTENDERS[0], donors)
         swarm = DonorSwarm(group, contact, places[-1], arguments, STATE_BYTES * values, pause, logs)

@@ -80,8 +80,8 @@ class Watched:
 
     @property
     def taken(self) -> int:
-        """The bytes of memory that the process and its counted workers take now, less the bytes that they took
-        before they made any vector; 0 once the process has ended."""
+        """The bytes of memory that the process takes now, and its workers if they are measured with it, less the bytes
+        before any vector was made; 0 once the process has ended."""
         workers = [] if self.before_worker is None else workers_of(self.process)
         before = self.before + len(workers) * (self.before_worker or 0)
         with suppress(FileNotFoundError, ProcessLookupError):

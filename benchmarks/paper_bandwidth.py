@@ -39,10 +39,10 @@ INNER_STEPS, FRAGMENT_LAYERS, OVERLAP, REPLICAS = 100, 3, 1, 2
 TOLERANCE = 0.15
 """Largest relative difference of two numbers at the same place on the grid, smaller than a step of the grid."""
 HOURS = {"data-parallel": 1097, "with overlap, FP4": 8.75}
-"""Hours in Table 1 for training 1B on 250 G tokens at 1 Gbit/s. Training without communication takes HOURS_ALONE."""
+"""Hours in the paper's Table 1 for training 1B on 250 G tokens at 1 Gbit/s. Without communication it is HOURS_ALONE."""
 HOURS_ALONE = 6.75
 AGREEING, OFF = 73 / 75, 0.01
-"""Bars: the share of the cells of Table 4 that agree, and the largest relative error of the times of Table 1."""
+"""Bars: the share of agreeing cells of the paper's Table 4, and the largest relative error of Table 1's times."""
 CYCLES = 2
 """Number of cycles simulated before the measurement of utilisation, and during it. All cycles after the first are
 alike."""
@@ -66,8 +66,8 @@ class SyncSchedule:
 
 @dataclass(frozen=True)
 class Scale:
-    """One model of Table 4: its number of layers, the seconds of an inner step, its number of values, and the paper's
-    rows in Gbit/s."""
+    """A model in Table 4 of arXiv 2501.18512: its number of layers, seconds of an inner step, number of parameters
+    (`values`), and the table's Gbit/s for the utilisations of TARGETS (`rows`)."""
 
     layers: int
     step_seconds: float
@@ -76,11 +76,11 @@ class Scale:
 
     @property
     def node(self) -> float:
-        """The seconds of one pass through a layer: its forward pass, or one of its two backward passes."""
+        """The seconds of one pass through a layer: forward, backward for its parameters, or backward for its input."""
         return self.step_seconds / (3 * self.layers)
 
     def method(self, row: str) -> SyncSchedule:
-        """Return the synchronisation schedule of a row of Table 4, by the row's name."""
+        """Return the synchronisation schedule of the method that `row` names, a row of Table 4 of arXiv 2501.18512."""
         everything = (tuple(range(self.layers)),)
         if row == "data-parallel":
             return SyncSchedule(everything, (1,), 1)
@@ -136,8 +136,8 @@ TABLE = {
 
 @dataclass
 class Simulation:
-    """A simulated replica in training. `node` is the seconds of one pass through a layer (forward, or one of two
-    backward), `reduction` the seconds in which the link averages one layer."""
+    """A simulated replica in training. `node` is the seconds of one pass through a layer (forward, backward for its
+    parameters, or backward for its input), `reduction` the seconds in which the link averages one layer."""
 
     layers: int
     node: float
@@ -180,7 +180,9 @@ class Simulation:
             for layer in fragment
         }
         for layer in reversed(range(self.layers)):
-            self._now += self.node * (2 if layer else 1)  # a layer has two backward passes, but the first layer has one
+            # One pass is for the gradients of the layer's parameters, and one for those of its input, which the first
+            # layer does not need.
+            self._now += self.node * (2 if layer else 1)
             if layer in sent:
                 self._link_free = max(self._now, self._link_free) + self.reduction
                 self._due.setdefault(self._step + 1 + self.method.overlap, {})[layer] = self._link_free
@@ -205,8 +207,8 @@ def least_bandwidth(scale: Scale, method: SyncSchedule, target: float) -> float:
 
 
 def as_printed(bandwidth: float) -> float:
-    """Return a bandwidth rounded to hundredths and then to tenths, as the paper prints it: 0.954 becomes 0.9, and 6.251
-    becomes 6.2."""
+    """Return a bandwidth rounded to hundredths and then to tenths, as the paper prints it. Half a tenth is rounded as
+    Python formats the float: 0.95 becomes 0.9, and 2.95 becomes 3.0."""
     return float(f"{round(bandwidth, 2):.1f}")
 
 

@@ -78,8 +78,8 @@ def speed_ratio(seconds: Mapping[str, Sequence[float]], ours: str, theirs: str) 
 
 
 def report(title: str, rows: Sequence[Mapping[str, Any]], bars: Sequence[Bar], json_file: Path | None) -> None:
-    """Print a table, the bars and, as the last line, the verdict on all bars. Also write them as JSON to `json_file`,
-    if given."""
+    """Print a table, a line on each bar (a required ratio), and a last line with the bars that were missed. Also write
+    the table and the bars as JSON to `json_file`, unless it is None."""
     table = Table(title=title, title_justify="left")
     columns = list(rows[0])
     for column in columns:

@@ -34,15 +34,12 @@ class Possible:
 
 
 def least_seconds(payload: int, rates: Sequence[float]) -> float:
-    """Return the least number of seconds of a round of `payload` bytes, if the reducing is split between the members in
-    the best way.
+    """Return the least seconds in which members whose links carry `rates` bytes a second, in each direction, can
+    average a payload of `payload` bytes: the members share the reducing in the best way.
 
     With n members, one that reduces the share x of the payload sends and receives 1 + (n - 2) x payloads. In a time T,
     a link of `rate` payloads a second therefore allows a share of (T * rate - 1) / (n - 2), and the shares must add up
     to 1. No share may be negative, because every member sends its own blocks and receives the average.
-
-    Args:
-        rates: bytes a second that each member's link carries in each direction.
     """
     members, fastest = len(rates), sorted(rates, reverse=True)
     splits = [payload * (members - 2 + count) / sum(fastest[:count]) for count in range(1, members + 1)]
@@ -81,8 +78,8 @@ def bars_of(groups: dict[str, Group], possible: Possible, streams: int, least: f
 def run(
     values: int, namespaces: Sequence[str], repetitions: int, with_gloo: bool, streams: int, least: float
 ) -> tuple[list[dict[str, Any]], list[Bar]]:
-    """Measure the links and the rounds, and return the table's rows and the bars. Both lists are empty if iperf3 is
-    missing."""
+    """Measure the links and averaging rounds, and return the table's rows and the bars; both are empty without iperf3.
+    `least` is a bar: the share (0 to 1) of the links' possible speed that our rounds must reach."""
     if not has_iperf3():
         return [], []
     places, payload = list(map(place_in, namespaces)), INT8.payload_size(values)

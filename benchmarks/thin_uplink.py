@@ -77,7 +77,7 @@ async def run(swarm: SwarmTimes, namespaces: Sequence[str], values: int, pause: 
     places = [place_in(each) for each in (namespaces[:-1] if swarm.name == WITHOUT else namespaces)]
     usual = ["--values", values, "--peers", len(places), "--pause", pause, "--steady", "--usual-timing"]
     own = ["--contribution-format", "int8"]
-    commands: list[list[object]] = [[OUR_PEER, *usual, *place.ours] for place in places]
+    commands: list[list[object]] = [[OUR_PEER, *usual, *place.for_vector_peer] for place in places]
     if swarm.name == OWN:
         commands[-1] += own
     async with AsyncExitStack() as stack:

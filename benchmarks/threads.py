@@ -102,8 +102,8 @@ def rows_of(contenders: dict[str, Contender]) -> list[dict[str, Any]]:
 
 
 def bars_of(contenders: dict[str, Contender], cores: int) -> list[Bar]:
-    """Return the benchmark's only bar: the speed with the number of threads that `join` chooses, as a share of the
-    speed with the fastest number that leaves a core free."""
+    """Return the benchmark's only bar, a required ratio: the speed with as many threads as `join` chooses must be at
+    least AT_LEAST times the speed with the fastest number of threads that leaves a core free."""
     seconds = {name: contender.seconds_per_token for name, contender in contenders.items()}
     ratios = {
         name: speed_ratio(seconds, BY_ITSELF, name)

@@ -97,7 +97,7 @@ class Series:
         command: list[object] = [PEER, "--values", self.setting.values, "--peers", peers]
         command += ["--inner-steps", self.setting.inner_steps, "--step-seconds", self.setting.step_seconds]
         command += ["--fragments", self.way.fragments, "--overlap", self.way.overlap, "--codec", self.way.codec]
-        return [*command, *place.ours]
+        return [*command, *place.for_vector_peer]
 
 
 async def _next_cycle(peer: PeerProcess) -> dict[str, Any]:

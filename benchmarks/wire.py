@@ -58,13 +58,13 @@ class Wire:
         self.sent.append(sent)
 
     def first_sent(self, start: float) -> float:
-        """Return the time, in seconds, of the first data sent after `start`, taken as the time when CONTROL_BYTES bytes
-        have been sent since `start`."""
+        """Return the time, in seconds, of the first data sent after `start`. The first CONTROL_BYTES bytes after
+        `start` count as control messages, not as data."""
         return self._reaches(self.sent, _at(self.times, self.sent, start) + CONTROL_BYTES)
 
     def last_received(self, end: float) -> float:
-        """Return the time, in seconds, of the last data received before `end`, taken as the time when CONTROL_BYTES
-        bytes were still to arrive."""
+        """Return the time, in seconds, of the last data received before `end`. The last CONTROL_BYTES bytes before
+        `end` count as control messages, not as data."""
         return self._reaches(self.received, _at(self.times, self.received, end) - CONTROL_BYTES)
 
     def rates(self, start: float, end: float) -> list[Point]:

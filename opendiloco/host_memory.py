@@ -84,11 +84,8 @@ class HostMemory:
 
     @property
     def growing(self) -> int:
-        """The bytes that grow with the model: `vectors`, the pseudo-gradient, the average, and a third payload.
-
-        The third is the last average until it is in the log on the disk, or other members' blocks of this peer's part
-        until they are averaged.
-        """
+        """The bytes that grow with the model: `vectors`, and three payloads: pseudo-gradient, average, and either the
+        last average until it is on the disk, or other members' blocks until this peer has averaged them."""
         return self.vectors + 3 * self.payload
 
     @property
@@ -127,7 +124,8 @@ class HostMemory:
 
     @property
     def evaluating(self) -> int:
-        """The bytes of a follower with a worker, such as `export`: `vectors`, and the snapshot that it fetches."""
+        """The bytes of a follower that evaluates the model in a worker, as `export` does: `vectors`, the snapshot that
+        it fetches, and the bytes that donors are sending."""
         return self.vectors + STATE_BYTES * self.values + self._on_their_way
 
     @property

@@ -126,7 +126,7 @@ def encode_block(name: str, values: Floats, random: Integers | None) -> bytes:
         return header + _half_bytes(_linear((values - minimum) * inverse, random))
     levels = LEVELS[name[:4]]
     unit, inverse = _unit(absmax, int(levels[-1]))
-    # e3m0's values are doubled, so that the first level lies at w = 2, and each level covers one power of two of t.
+    # As in native/formats.h, e3m0's values and levels are doubled, so that near-ties are rounded as in the kernels.
     factor = 2 if name == "e3m0" else 1
     return unit.tobytes() + _half_bytes(_exponential(values * (factor * inverse), levels * factor, random))
 

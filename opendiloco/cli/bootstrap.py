@@ -33,7 +33,8 @@ RELAY_MEGABITS = 100.0
 
 
 def _check_addresses(addresses: tuple[str, ...], are_own: bool = True) -> None:
-    """Check the form of the multiaddrs that an option gives. Raises: ValueError for a malformed address."""
+    """Check the form of multiaddrs: the node's own addresses must have a TCP or QUIC port; other nodes' addresses
+    (`are_own` is False) must have a peer id. Raises: ValueError for a malformed address."""
     if not addresses:
         return  # no addresses: saves the import of hivemind, which takes seconds
     from peers.network.daemon import own_addresses, parse_addresses

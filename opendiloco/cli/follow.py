@@ -263,7 +263,7 @@ def _deliver(made: Path, plan: _FollowPlan) -> str | None:
             push_folder(made, plan.push_to)
             places.append(without_secrets(plan.push_to))
         except RemoteError as error:
-            logger.warning("%s The next model will be pushed again.", error)
+            logger.warning("%s This model is not pushed; the next model will be.", error)
     if plan.export is None:
         shutil.rmtree(made)
     else:

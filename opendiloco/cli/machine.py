@@ -249,11 +249,12 @@ def service_group() -> None:
 @click.option("--print", "prints", is_flag=True, help="Print the unit instead of writing it.")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[ARGUMENTS OF THE COMMAND]...")
 def _install(system: bool, prints: bool, arguments: tuple[str, ...]) -> None:
-    """Write a systemd unit for this user that runs `join ARGUMENTS`, and print how to start it.
+    """Write a systemd unit that runs `join ARGUMENTS` as this user, or with --system `bootstrap ARGUMENTS`. Print
+    how to start it. With --print, only print the unit.
 
-    With --system the unit belongs to the machine and runs `bootstrap ARGUMENTS` as a user that systemd creates. The
-    command replaces a unit that it wrote before, and starts nothing. Relative paths start at the current folder, with
-    --system at /var/lib/diloco-bootstrap.
+    With --system the unit belongs to the machine, and its process runs as a user that systemd creates. The command
+    replaces a unit that it wrote before, and starts nothing. Relative paths start at the current folder, with --system
+    at /var/lib/diloco-bootstrap.
     """
     from peers.values.manifest import Invite
     from peers.values.system import make_private_folder

@@ -281,8 +281,8 @@ def reader(path: Path | None) -> Iterator[Identity]:
 
 @contextmanager
 def writing(path: Path, remedy: str) -> Iterator[None]:
-    """Turn an OSError of the code that writes to `path` into a MachineError with this remedy, unless the disk is
-    full."""
+    """Turn an OSError of the code that writes to `path` into a MachineError with this remedy. If the disk is full, the
+    error's remedy is to free space instead."""
     try:
         yield
     except OSError as error:

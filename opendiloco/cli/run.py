@@ -406,8 +406,8 @@ def _with_tokenizer_named(config: RunConfig) -> RunConfig:
     try:
         digest = digest_of_tokenizer(build_tokenizer(section))
     except DataError as error:
-        missing = "cannot be checked against its digest" if section.digest else "gets no digest"
-        logger.warning("the tokenizer %s: %s", missing, error)
+        missing = "not checked" if section.digest else "not added to the run"
+        logger.warning("the tokenizer's digest is %s, because %s", missing, error)
         return config
     return _with_digest(config, "tokenizer", digest)
 
@@ -668,7 +668,7 @@ def _rise(view: RunView, amendment: Amendment) -> str:
 
     config, step = view.run.config, (view.outer_step + 1) * view.run.config.training.inner_steps
     if config.schedule.unit == "tokens":
-        return ""  # the rates below are computed from an inner step, but this schedule counts tokens
+        return ""  # no warning, because the rate after `step` inner steps is unknown if the schedule is in tokens
     before, after = (
         inner_learning_rate_factor(config, Overrides.of(each, config), step, 0)
         for each in (view.amended.latest, amendment)

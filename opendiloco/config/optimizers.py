@@ -96,7 +96,7 @@ class AdafactorSection(_InnerOptimizer):
 
 
 class TorchSection(_InnerOptimizer):
-    """Another optimizer of torch.optim that needs nothing but gradients."""
+    """Any optimizer of torch.optim that needs nothing but gradients."""
 
     kind: Literal["torch"] = "torch"
     name: Annotated[str, Field(min_length=1)]
@@ -123,7 +123,7 @@ InnerOptimizerSection: TypeAlias = Annotated[
 
 
 class OuterScheduleSection(Section):
-    """The schedule of the outer learning rate, in outer steps. Without it the rate is constant."""
+    """The outer learning rate's schedule, with phases in outer steps. Without it the rate is constant."""
 
     phases_of: ClassVar[dict[str, tuple[str, ...]]] = {
         "wsd": ("warmup", "stable", "decay"),

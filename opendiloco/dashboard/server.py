@@ -47,7 +47,7 @@ class _Connection(asyncio.Protocol):
         self._handler = handler
         self._networks = networks
         self._transport: asyncio.Transport
-        self._end = b""  # the last bytes received, until the first request's headers are complete
+        self._last_bytes = b""  # the last 3 bytes received, because END_OF_REQUEST may arrive in pieces
         self._waiting: asyncio.TimerHandle | None = None
         self._writing: asyncio.TimerHandle | None = None
 
@@ -71,11 +71,11 @@ class _Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         if self._waiting is not None:
-            self._end += data
-            if END_OF_REQUEST in self._end:
+            self._last_bytes += data
+            if END_OF_REQUEST in self._last_bytes:
                 self._waiting.cancel()
                 self._waiting = None
-            self._end = self._end[1 - len(END_OF_REQUEST) :]
+            self._last_bytes = self._last_bytes[1 - len(END_OF_REQUEST) :]
         self._handler.data_received(data)
 
     def eof_received(self) -> bool | None:

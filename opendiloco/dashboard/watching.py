@@ -514,7 +514,8 @@ class RunWatch:
 
     def _publish(self) -> None:
         summary = self.history.summary()
-        json.dumps(summary, allow_nan=False)  # raises here, so that no unserializable row enters the list
+        # Raises if the summary cannot be JSON, so that the dashboard's list of runs shows the summary before instead.
+        json.dumps(summary, allow_nan=False)
         self.summary = summary
         if self.board.watchers or not self.board.sections:
             self.show()

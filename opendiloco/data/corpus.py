@@ -131,8 +131,8 @@ class _TextFiles:
         self._section = section
         self._files = sorted((path.relative_to(root).as_posix(), path) for path in files)
         if (section.split, section.column) != ("train", "text"):
-            ignored = f"data.split = {section.split!r} and data.column = {section.column!r} are ignored"
-            logger.warning("data.source = %r has text files: %s", section.source, ignored)
+            ignored = f"data.split = {section.split!r} and data.column = {section.column!r}"
+            logger.warning("data.source = %r has text files, so %s are ignored", section.source, ignored)
         self.fingerprint = _facts(str(path) for _, path in self._files)
 
     def documents(self, shard: int | None = None) -> Iterator[Document]:
@@ -216,7 +216,7 @@ class _Rows:
         return islice(rows.shard(num_shards=files, index=file), part.start, None, part.step)
 
     def _load(self, part: slice = WHOLE) -> Any:
-        """Return the rows with only the section's column; of Parquet files, only the rows of the row groups `part`.
+        """Return the rows, with only the column `data.column` of run.toml; `part` selects row groups of Parquet files.
 
         Raises: DataError if the column does not exist, or has a type that `datasets` decodes: images, for instance, are
         fetched from URLs or opened at paths that the rows name.
@@ -224,7 +224,7 @@ class _Rows:
         section = self._section
         rows = self._open(part)
         types = rows.features
-        # The first row can be read safely: `datasets` fetches URLs in a row only for columns of a known type.
+        # Reading the first row is safe: as long as types are unknown, `datasets` does not fetch the URLs in a row.
         columns = list(next(iter(rows), {}) if types is None else types)
         if section.column not in columns:
             is_csv = getattr(self, "_builder", None) is not None and self._builder.name == "csv"
@@ -412,7 +412,7 @@ def _open_builder(section: SourceSection, chosen: Sequence[Path] = ()) -> Any:
         builder._generate_tables = partial(_json_tables, builder, section)
     elif builder.name == "text":
         builder._generate_tables = partial(_tables_of_lines, builder._generate_tables)
-    if builder.name != "parquet":  # for Parquet, `_open` sets the reader, because the reader depends on the part
+    if builder.name != "parquet":  # for Parquet, `_open` sets a reader, which reads only one shard's part of a file
         builder._generate_tables = partial(_naming_files, section, builder._generate_tables)
     _read_only(builder, section.column)
     return builder
@@ -499,7 +499,7 @@ def _json_tables(
     allow_full_read: bool = True,
     **_: object,
 ) -> Iterator[tuple[Any, Any]]:
-    """Yield tables of one column from JSON files. A file has an object in every line, or it is one list of objects.
+    """Yield pairs (`datasets` key, one-column table) from JSON files with an object in each line or a list of objects.
 
     The reader of `datasets` reads all columns, and refuses a file whose rows differ in any. Rows that are not objects
     are skipped and counted. Raises: DataError if no row has the column, or if many rows are not UTF-8.
@@ -543,7 +543,7 @@ def _json_tables(
             if wrong:
                 where = f"{_plain_name(file)}: row {wrong[0]} first, {len(wrong)} of {in_file} rows"
                 logger.warning("skipped rows that are not JSON objects in %s", where)
-    if not rows and not allow_full_read:  # `datasets` passes False to infer the types from all files at once
+    if not rows and not allow_full_read:  # with False, `datasets` needs a first table, from which it infers the types
         raise DataError(
             f"data.column = {section.column!r} is not in {section.source!r}."
             if keys
@@ -685,7 +685,7 @@ def _card_names() -> tuple[str, str]:
 
 
 def _hub_cards(name: str, revision: str | None) -> tuple[str, list[Path]]:
-    """Return the id of the commit that `revision` of a data set names, and local copies of the cards in that commit."""
+    """Return a revision's commit id, and local copies of its README.md and .huggingface.yaml, the data set's cards."""
     from datasets import config
     from huggingface_hub import HfApi
     from huggingface_hub.errors import EntryNotFoundError

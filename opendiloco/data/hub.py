@@ -98,7 +98,8 @@ def _growth(normalizer: Any) -> float:
     if normalizer.get("type") != "Replace":
         return 1.0
     content, pattern = len(normalizer["content"]), normalizer["pattern"]
-    # A regular expression may match the empty string before each character, and so insert `content` there.
+    # A regular expression may match the empty string before each character, so that the replacement is inserted before
+    # each.
     return 1.0 + content if "Regex" in pattern else max(1.0, content / max(1, len(pattern["String"])))
 
 

@@ -44,8 +44,8 @@ FORMAT = re.compile(
 
 
 def is_local(source: str) -> bool:
-    """Return True if a data source may be a file or folder of this machine, and False for the standard library or a
-    data set on the hub."""
+    """Return True if a data source may be a file or folder of this machine. Return False for a data set on the hub, and
+    for "stdlib": the source code of Python's standard library."""
     from opendiloco.config.data import STANDARD_LIBRARY  # a late import: pydantic would slow down `--help`
 
     is_on_the_hub = HUB_NAME.fullmatch(source) and not FORMAT.fullmatch(source) and not os.path.lexists(source)

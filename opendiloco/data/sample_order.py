@@ -81,7 +81,8 @@ class Mixture:
         self.shares = np.array(shares, np.int64)
         self.cycle = int(self.shares.sum())
         self._source = np.empty(self.cycle, np.int64)
-        self._place = np.empty(self.cycle, np.int64)  # each number's index among its source's numbers
+        self._place = np.empty(self.cycle, np.int64)
+        """For each sample number in a cycle: the count of smaller numbers in the cycle that have the same source."""
         behind, dealt = np.zeros_like(self.shares), np.zeros_like(self.shares)
         for number in range(self.cycle):
             behind += self.shares
@@ -111,8 +112,8 @@ class Mixtures:
     goes on at the sample where it stopped, so each sample of a source is assigned once."""
 
     def __init__(self, phases: Sequence[MixturePhase]) -> None:
-        """Create the assignment. The phases must be sorted by their first sample numbers, and the first phase begins
-        with number 0."""
+        """Create the assignment of sample numbers to sources. The phases must be sorted by their first sample numbers,
+        and the first phase must begin with number 0."""
         self.phases = tuple(phases)
         self._firsts = np.array([phase.first for phase in phases], np.int64)
         self._mixtures = [_mixture_of(phase.shares) for phase in phases]
@@ -151,8 +152,8 @@ class Shuffled:
     windows in a permuted order.
 
     Neighbouring positions are mostly in one shard, so a lease needs few shards. A shard with fewer than
-    `windows_per_shard` windows repeats some. During a read, `soon` is called with the shard that follows: the expected
-    one, or else the next of the epoch.
+    `windows_per_shard` windows repeats some. A read calls `prepare` with the number of the shard that is needed next:
+    the expected shard (see `expect`), or else the epoch's next shard.
     """
 
     def __init__(
@@ -161,13 +162,13 @@ class Shuffled:
         shards: int,
         windows_per_shard: int,
         seed: int,
-        soon: Callable[[int], None] | None = None,
+        prepare: Callable[[int], None] | None = None,
     ) -> None:
         self._shard = shard
         self._shards = shards
         self._windows_per_shard = windows_per_shard
         self._seed = seed
-        self._soon = soon
+        self._prepare = prepare
         self._following: dict[int, int] = {}  # by a visit's number (see `_visited`): number of the visit expected next
 
     @classmethod
@@ -184,15 +185,15 @@ class Shuffled:
             windows = self._shard(self._visited(visit))
             chosen = _Permutation(self._windows_per_shard, self._seed, visit)(places[here])
             found = windows.read(chosen % windows.count)
-            if self._soon is not None:
-                self._soon(self._visited(self._following.get(visit, visit + 1)))
+            if self._prepare is not None:
+                self._prepare(self._visited(self._following.get(visit, visit + 1)))
             return found
 
-        return _by_group(visits, read)
+        return _read_by_key(visits, read)
 
     def expect(self, positions: Numbers) -> None:
-        """Record the positions that will be read next, in this order, so that `soon` is called with the right next
-        shard."""
+        """Record the positions that will be read next, in this order, so that `read` prepares the right shard in
+        advance."""
         visits = positions // self._windows_per_shard
         self._following = dict(pairwise(dict.fromkeys(visits.tolist())))
 
@@ -233,7 +234,7 @@ class SampleOrder:
     def read(self, numbers: Numbers) -> Numbers:
         """Return the training samples with these numbers as token ids of shape (len(numbers), sequence_length + 1)."""
         sources, positions = self._mixtures.assign(numbers)
-        return _by_group(sources, lambda source, here: self._sources[source].read(positions[here]))
+        return _read_by_key(sources, lambda source, here: self._sources[source].read(positions[here]))
 
 
 class HeldOutWindows:
@@ -282,7 +283,9 @@ class HeldOutWindows:
     def read(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the held-out windows with these numbers as token ids of shape (len(numbers), sequence_length + 1)."""
         sources = np.searchsorted(self._starts, numbers, side="right") - 1
-        return _by_group(sources, lambda source, here: self._parts[source].read(numbers[here] - self._starts[source]))
+        return _read_by_key(
+            sources, lambda source, here: self._parts[source].read(numbers[here] - self._starts[source])
+        )
 
 
 def _groups(keys: Numbers) -> Iterator[tuple[int, NDArray[np.bool_]]]:
@@ -291,11 +294,9 @@ def _groups(keys: Numbers) -> Iterator[tuple[int, NDArray[np.bool_]]]:
         yield int(key), keys == key
 
 
-def _by_group(keys: Numbers, read: Callable[[int, NDArray[np.bool_]], Numbers]) -> Numbers:
-    """Return an array with a window for each element of `keys`, in the order of `keys`.
-
-    `read` returns the windows of one key, given a mask of the elements that equal it.
-    """
+def _read_by_key(keys: Numbers, read: Callable[[int, NDArray[np.bool_]], Numbers]) -> Numbers:
+    """Return an array with a window for each element of `keys`, in the order of `keys`. `read(key, mask)` returns the
+    windows of the elements that equal `key`, which are those at which `mask` is True."""
     parts = [(here, read(key, here)) for key, here in _groups(keys)]
     if len(parts) == 1:
         return parts[0][1]

@@ -271,7 +271,7 @@ def quantize_difference(
     """
     minuend, subtrahend = _view("theta", theta, payload), _view("local", local, payload)
     feedback = 0 if residual is None else _view("residual", residual, payload, writable=True).address
-    sources = minuend.address, subtrahend.address, False, feedback, minuend.size  # False: `local` is not bfloat16
+    sources = minuend.address, subtrahend.address, False, feedback, minuend.size  # False: subtrahend is not bfloat16
     _encode(lib.diloco_quantize_difference, payload, rounding, *sources, payload.address, threads)
 
 

@@ -148,8 +148,8 @@ def test_the_bar_on_links_is_what_is_possible() -> None:
 
 def test_what_peers_are_told_about_their_place() -> None:
     place = Place(("ip",), "10.1.1.1", "wan0", ("--upload-limit", "3"))
-    assert place.ours == ["--listen", "/ip4/10.1.1.1/tcp/0", "--upload-limit", "3"]
-    assert place.others == ["--address", "10.1.1.1", "--interface", "wan0"]
+    assert place.for_vector_peer == ["--listen", "/ip4/10.1.1.1/tcp/0", "--upload-limit", "3"]
+    assert place.for_averagers == ["--address", "10.1.1.1", "--interface", "wan0"]
 
 
 def test_without_iperf3_links_are_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:

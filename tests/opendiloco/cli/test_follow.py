@@ -403,7 +403,7 @@ def test_a_remote_that_fails_is_tried_again(
     assert result.exit_code == 0, result.output
     assert pushed == ["outer-step-000002", "outer-step-000004"]
     assert [one["place"] for one in news(result) if one["event"] == "model"] == [None, None]
-    assert "it is down. The next model will be pushed again." in result.stderr
+    assert "it is down. This model is not pushed; the next model will be." in result.stderr
 
 
 def test_what_cannot_be_used_is_found_out_at_once(recorded: RecordedRun, network: Network) -> None:

@@ -295,7 +295,7 @@ def test_keys_that_text_files_do_not_have_are_told(tmp_path: Path, caplog: pytes
     assert texts(source(tmp_path)) == ["text"]
     assert not caplog.text
     texts(source(tmp_path, split="test"))
-    assert "has text files: data.split = 'test' and data.column = 'text' are ignored" in caplog.text
+    assert "has text files, so data.split = 'test' and data.column = 'text' are ignored" in caplog.text
 
 
 def test_another_column_is_not_that_of_an_earlier_reading(tmp_path: Path) -> None:
