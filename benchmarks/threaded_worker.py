@@ -77,7 +77,7 @@ class ThreadedWorker(WorkerGroup):
 
         self.under_way = under_way = TrainingRecord(lambda: 1, len(self.fragments), on_step, on_captured)
         request = asyncio.create_task(in_turn())
-        stored = await under_way.outcome(request, lambda: self._tell(EndInnerLoop(number=number)))
+        stored = await under_way.result(request, lambda: self._tell(EndInnerLoop(number=number)))
         return Trained(stored.samples, stored.tokens, stored.loss)
 
     def _tell(self, command: ControlMessage) -> None:

@@ -124,8 +124,8 @@ class DiLoCo:
     `TokenCounter`), or those that `report` names. Tokens beyond the lease do not count; an unused rest of the lease
     goes back to the run.
 
-    The loop takes its turns to evaluate theta on the run's held-out text, if this machine can read that text, and if
-    the model holds all of theta exactly and is called like transformers' models.
+    The peer takes turns with others to evaluate theta on the run's held-out text, if this machine can read that text,
+    and if the model holds all of theta exactly and is called like transformers' models.
 
     Raises: LoopError for a model that cannot be trained this way. Entering raises: ManifestError, AdmissionError,
     CopiedKeyError, SwarmUnreachableError, LocalNetworkError, MachineError; it then leaves no thread behind, also when
@@ -149,8 +149,8 @@ class DiLoCo:
     ) -> None:
         """Create a peer for the run of the invite `run`. A run by invitation needs a `ticket`: its text, or a file's
         path. `data` names folders that replace the run's local sources, and `own` the local files of its model and
-        tokenizer. With `evaluates`, the loop evaluates theta in its turns. When `is_abandoned` returns True, because
-        the loop has ended inside this context, the peer leaves the run."""
+        tokenizer. If `evaluates`, this peer takes turns with others to evaluate theta. `is_abandoned` returns True if
+        training ended without an exit from the `with` block of this object; the peer then leaves the run by itself."""
         check_own_model(model)
         self._model = model
         self._inner_optimizer = getattr(inner_optimizer, "optimizer", inner_optimizer)  # accelerate wraps the optimizer
@@ -301,7 +301,7 @@ class DiLoCo:
         """
         run = self._entered().with_data(self._text.folders)
         ahead = AheadTokenizer(run.config)
-        self._until_leaving.callback(ahead.close)  # `ahead` ends with the loop, even if the iterator does not
+        self._until_leaving.callback(ahead.close)  # so that leaving the run ends the tokenizing process in any case
         self._ranks.from_first(lambda: self._open_text(run, ahead))
         return self._batches(run, ahead)
 
@@ -426,8 +426,8 @@ class DiLoCo:
         return outer_step.claim(self._cycle.planned, self.run.config.training.sequence_length, self._loss)
 
     def _local_of(self, fragment: int, storing: ExitStack) -> Vector | None:
-        """Return the flat vector to write a fragment's weights into; None if the outer step is void. The fragment is
-        published for averaging when the exit stack `storing` closes."""
+        """Return the flat vector to write a fragment's weights into, or None if the outer step is void. Unless it is
+        void, the fragment is published for averaging when the exit stack `storing` closes."""
         assert self._outer_step is not None
         claim = self._claim(self._outer_step)
         return storing.enter_context(self._worker.storing(self._outer_step, fragment, claim))

@@ -92,9 +92,8 @@ class OuterStep:
         return self._tokens_done / self.steps_done if self.steps_done else self._usual_tokens
 
     def step_taken(self, tokens: int, loss: float | None, batch_tokens: int) -> None:
-        """Record an inner step that trained `tokens` tokens, and report the progress to the swarm, which predicts the
-        end of the lease from the speed. The speed counts at most `batch_tokens` tokens for an inner step, on
-        average."""
+        """Record an inner step that trained `tokens` tokens, and report the progress and the speed to the swarm. The
+        speed counts at most `batch_tokens` tokens per step taken, because larger batches do not end a lease sooner."""
         self.steps_done += 1
         self._tokens_done += tokens
         counted = min(self._tokens_done, self.steps_done * batch_tokens)
@@ -262,7 +261,7 @@ class LoopWorker:
     @contextmanager
     def storing(self, outer_step: OuterStep, fragment: int, trained: Trained) -> Iterator[Vector | None]:
         """Yield `vectors.local`, into which the caller writes a fragment's weights, or None if the outer step is void.
-        At the end of the `with` block, the weights are published for averaging."""
+        Unless it is void, the end of the `with` block publishes the weights for averaging."""
         with self._decided:
             self._averages.pop(fragment, None)
         with outer_step.storing(fragment, trained, is_last=fragment == len(self.fragments) - 1) as counts:

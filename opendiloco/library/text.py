@@ -1,5 +1,5 @@
-"""The run's text for the caller's loop: batches to train on, and the held-out text, on which the loop evaluates theta
-in its turns."""
+"""The run's text for the caller's loop: batches to train on, and the held-out text, on which peers take turns to
+evaluate theta."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class RunsText:
     part."""
 
     def __init__(self, folders: Sequence[Path], evaluates: bool) -> None:
-        """Create the text without opening it. `folders` replace the run's local sources. With `evaluates`, the loop
-        evaluates theta in its turns, until an evaluation fails."""
+        """Create the text without opening it. `folders` replace the run's local sources. If `evaluates`, this
+        peer takes turns with others to evaluate theta, until an evaluation fails."""
         self.folders = folders
         self.evaluates = evaluates
         self.opened: TrainingData | None = None

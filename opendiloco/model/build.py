@@ -166,7 +166,7 @@ def sized_skeleton(config: RunConfig) -> Any:
     `build_skeleton`; DataError if the run's tokenizer is a file that is missing."""
     tokenizer: Tokenizer = ByteTokenizer()  # a stand-in: the model's size does not depend on it
     if config.tokenizer.kind == "file":
-        tokenizer = build_tokenizer(config.tokenizer)  # the model may have too few ids for the stand-in
+        tokenizer = build_tokenizer(config.tokenizer)  # the model may have too few ids for a ByteTokenizer
     return build_skeleton(config, tokenizer)
 
 
@@ -296,8 +296,8 @@ def rehearse(build: Callable[[], object], origin: str) -> None:
 
 
 def _attempt(build: Callable[[], object], origin: str, limit: int) -> bytes | None:
-    """Return the answer of a forked process that calls `build`: the error as JSON (null for none), or no bytes if the
-    process exceeded a limit. Return None if the process hangs."""
+    """Call `build` in a forked process that may use `limit` more bytes of memory and MOST_SECONDS of CPU time. Return
+    the error as JSON (null for none), no bytes if the process needed more, or None if it hangs."""
     reading, writing = os.pipe()
     with signals_held_back():
         child = os.fork()
@@ -374,8 +374,8 @@ class _PortableNormal(TorchDispatchMode):
     calls; without a seed, `normal_` writes zeros."""
 
     def __init__(self, seed: int | None, total: int | None = None, threads: int | None = None) -> None:
-        """Create the mode. With `total`, the number of values that will be drawn, progress is reported. `threads`
-        is the number of threads that draw (None: the usable cores, up to THREADS_AT_MOST)."""
+        """Create the torch mode that replaces `normal_`. If `total`, the number of values to draw, is given,
+        progress is reported. `threads` threads draw; None: one for each usable core, at most THREADS_AT_MOST."""
         super().__init__()  # type: ignore[no-untyped-call]
         self._seed = seed
         self._total = total

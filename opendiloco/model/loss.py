@@ -48,12 +48,12 @@ def window_loss(
     slope: float | None = None,
     compiled: CompiledLoss | None = None,
 ) -> torch.Tensor:
-    """Return the mean cross-entropy, in nats per token, of predicting tokens 1 … L of each window from the tokens
-    before them.
+    """Return the mean cross-entropy, in nats per token, of predicting each token of a window but the first from the
+    tokens before it. With `end`, the id that ends documents, each document is predicted separately, as if alone.
 
-    `windows` has shape (batch, L + 1). With `end`, documents are kept apart, and the mean is over the tokens that are
-    predicted within a document. `z_loss` is the weight of an added mean of log(sum(exp(logits)))²; `router_loss` is the
-    weight of the routers' loss for an uneven use of experts (see `router_loss_weight`).
+    `windows` has shape (batch, L + 1). With `end`, the mean is over the tokens that are predicted within a document.
+    `z_loss` is the weight of an added mean of log(sum(exp(logits)))²; `router_loss` is the weight of the routers' loss
+    for an uneven use of experts (see `router_loss_weight`).
 
     With `slope`, the caller must multiply the loss by exactly this number before the backward pass: gradients that are
     computed together with the loss already include it. With `compiled`, the loss of the logits is computed by that.
@@ -130,8 +130,8 @@ def _patch_transformers() -> None:
 
 
 def _documents(positions: torch.Tensor, find: Callable[[torch.Tensor], torch.Tensor | None]) -> torch.Tensor | None:
-    """Return the index of each token's document in its window; None if each window has one document. `find` is
-    transformers' own check, called only outside of `packing_known`."""
+    """Return the index of each token's document in its window; None if each window has one document. Call `find`,
+    transformers' own slow check, only outside the context `packing_known`, which already says if windows are packed."""
     is_packed = _known.get()
     if is_packed is None:
         return find(positions)
@@ -362,8 +362,8 @@ def _head_skipped(head: torch.nn.Linear) -> Iterator[list[_LogitsRecord]]:
 
 
 class _LogitsRecord(TorchFunctionMode):
-    """A record of the operations of `ONE_BY_ONE` that a model calls on hidden states in the place of logits. These
-    operations are recorded instead of being run."""
+    """A record of the operations, such as scaling, that a model applies to its logits. The model gets hidden states
+    in place of logits, and calls of the operations in `ONE_BY_ONE` on them are recorded instead of run."""
 
     def __init__(self, hidden: torch.Tensor) -> None:
         super().__init__()

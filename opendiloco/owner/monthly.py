@@ -206,7 +206,8 @@ class MonthlyTraffic:
         up, down = self.uses()
         lines = [f"this month (UTC): {up} · {down}"]
         for use in (up, down):
-            # A high pace of downloads does not count: it lasts only while a joiner fetches the state.
+            # Warn of uploads early, if their pace exceeds the limit, but of downloads only once most of the limit is
+            # used, because their pace is high only while this machine fetches a run's state.
             if use.is_nearly_spent or (use is up and up.share < 1):
                 foreseen = f"{use.direction} {in_words(round(use.foreseen))}"
                 end = f"{_end_of_month(self._clock()):%Y-%m-%d}"

@@ -513,7 +513,7 @@ class Archive:
         if archived.end.last is not None:
             end = archived.end
             metrics.ARCHIVED_OUTER_STEP.labels(run_id).set(end.position.index)
-            with suppress(AmendmentError):  # a newer version's amendment, which may change the run's length
+            with suppress(AmendmentError):  # skip an amendment that only a newer diloco-peer can read
                 steps = Overrides.read(end.amendment).total_outer_steps(archived.run.config)
                 metrics.ARCHIVED_STEPS_LEFT.labels(run_id).set(max(0, steps - end.position.index))
 
@@ -552,7 +552,9 @@ def _in_health(run_id: str) -> Iterator[None]:
 # A run may be of any size, so its space is limited.
 DISK_SHARE = 0.9  # without --max-disk: share of the bytes, free or taken by archived runs, that these runs may take
 RUN_SHARE = 4  # divisor: one run may take a quarter of the disk space that all runs may take
-LEAST_ROOM = 64_000_000  # bytes; with less for all runs, a node warns. A quarter is enough for a million parameters
+# Bytes of disk for all archived runs, below which a node warns. One run may use a quarter of them, which is enough for
+# a model of a million parameters.
+LEAST_ROOM = 64_000_000
 LEAST_FREE = 1_000_000
 """Free bytes below which a disk counts as full."""
 

@@ -109,7 +109,7 @@ class Checkpointer:
         if status == SAVED:
             logger.info("the moments of outer step %d are saved: %s", index, report)
         elif report == NO_STEP:
-            logger.info("no moments of outer step %d: %s", index, report)
+            logger.info("no optimizer moments are saved for outer step %d: %s", index, report)
         else:
             reason = report or f"their process ended with {status}"
             logger.warning("the moments of outer step %d are not saved: %s", index, reason)

@@ -193,11 +193,10 @@ async def resume(
 
 
 async def _replay(workload: Workload, log: RunLog, at: LogState, stop: int) -> tuple[LogState, int | None]:
-    """Apply the log's cycles to the workload, from the state `at` to outer step `stop`, or to the first missing or
-    damaged cycle.
+    """Apply the log's cycles to the workload, from the state `at` to outer step `stop` or the first unusable cycle.
+    Return the log at the last right state, and the index of a cycle that led to a wrong state, or None without one.
 
-    Return the log at the state that was reached, and the index of a cycle that led to a wrong state, or None. After a
-    wrong cycle, the workload has the wrong state.
+    A cycle that is missing or damaged is unusable. After a wrong cycle, the workload has the wrong state.
     """
     while at.position.index < stop:
         index = at.position.index

@@ -294,9 +294,9 @@ class Plan:
 
     @property
     def closes_after(self) -> float:
-        """The seconds from the start of training until the leader stops waiting. It waits until most peers are ready,
-        and then for the grace; in an asynchronous run, until most and the share `contributions` of the peers are ready,
-        and then for the slack."""
+        """The seconds from the start of training until the leader stops waiting: until most peers are ready, and then
+        for the grace. In an asynchronous run, at least the share `contributions` of the peers must be ready, too, and
+        `Pace.slack` replaces the grace."""
         trainings = sorted(self.training_seconds(peer) for peer in self.peers for _ in range(peer.count))
         majority = len(trainings) // 2
         if self.contributions is None:

@@ -215,7 +215,8 @@ class Residual:
     """
 
     def __init__(self, codec: CodecSection, values: int) -> None:
-        """Create zero errors for `values` fp32 values. They use memory only from the first stored error on."""
+        """Create a quantization error of zero for each of `values` fp32 values. The errors use no memory until the
+        first error is stored."""
         self._codec = codec
         self._values = values
         self._share = codec.error_feedback  # share of the last payload's error to add to the next pseudo-gradient
@@ -223,8 +224,8 @@ class Residual:
         self._is_sent = False  # True from the encoding of a payload until its average is applied
 
     def to_add(self, format: int = 0, folder: Path | None = None) -> Vector | None:
-        """Return the vector of errors to add to the pseudo-gradient, or None without error feedback. The encoder then
-        overwrites this vector with the new payload's errors.
+        """Return the vector of quantization errors to add to the pseudo-gradient, or None without error feedback. The
+        encoder then overwrites this vector with the new payload's errors.
 
         Few volunteers need the vector, so a large one lies in a file in `folder`.
         """
@@ -239,8 +240,8 @@ class Residual:
         return self._vector
 
     def take_back(self, own: Payload, average: Payload) -> None:
-        """Add to the errors those values of this peer's contribution (`own`) that a sparse average leaves out. Both
-        payloads must have been checked."""
+        """Add to the quantization errors those values of this peer's contribution (`own`) that a sparse average leaves
+        out. Both payloads must have been checked."""
         is_answered, self._is_sent = self._is_sent, False
         if self._vector is None or not is_answered or average.format is not SPARSE:
             return
@@ -251,12 +252,13 @@ class Residual:
             self._vector[start : start + sent.size] += sent
 
     def forget(self) -> None:
-        """Reset all errors to zero, because an outer step was taken without this peer's payload."""
+        """Reset all quantization errors to zero, because an outer step was taken without this peer's payload."""
         self._is_sent = False
         if self._vector is not None:
             self._vector[:] = 0
 
     def forget_unanswered(self) -> None:
-        """Reset all errors to zero if the last payload's average was not applied before the next training begins."""
+        """Reset all quantization errors to zero at the start of a training, if this peer has encoded a payload since
+        an average was last applied."""
         if self._is_sent:
             self.forget()

@@ -490,8 +490,8 @@ class ModelReplica:
 
     @contextmanager
     def _as_tried(self, is_tried: bool) -> Iterator[None]:
-        """Let the model compute inside the `with` block with compiled blocks and the chosen attention if a trial had
-        this number of windows (`is_tried`), otherwise uncompiled.
+        """Let the model compute inside the `with` block with compiled blocks and the chosen attention if `is_tried`: a
+        trial before training had as many windows as the next micro-batch. Otherwise let it compute uncompiled.
 
         The last batch of a lease may have any number of windows, and nothing should be compiled in the middle of
         training.

@@ -242,8 +242,8 @@ class _Packed(NamedTuple):
 
     @classmethod
     def like(cls, tensor: torch.Tensor, kept: OptimizerState, is_signed: bool) -> _Packed:
-        """Return pieces, stored in the place `kept` and not initialised, for this worker's part of a tensor.
-        `is_signed` tells if the values may be negative."""
+        """Return an object that has room in the place `kept` for this worker's part of a tensor, with values that are
+        not initialised. `is_signed` is true if the values may be negative."""
         count, device = local_part(tensor).numel(), tensor.device
         if kept == "host":
             is_pinned = device.type == "cuda"
@@ -256,20 +256,20 @@ class _Packed(NamedTuple):
         return cls(tensor.shape, (*pieces, torch.empty(count - quantized, device=device)))
 
     def take(self, tensor: torch.Tensor) -> None:
-        """Copy this worker's part of a tensor into the pieces. The host does not wait for copies between a GPU and
-        pinned memory."""
+        """Copy this worker's part of a tensor into `self.pieces`, the flat tensors that store it. The host does not
+        wait for copies between a GPU and pinned memory."""
         for piece, values in self._beside(tensor):
             piece.copy_(values, non_blocking=True)
 
     def whole(self, parameter: torch.Tensor) -> torch.Tensor:
-        """Return the pieces' values as one tensor on the device of `parameter`, sharded as the parameter is."""
+        """Return the values in `self.pieces` as one tensor on the device of `parameter`, sharded as that is."""
         tensor = torch.empty_like(parameter, requires_grad=False)
         for piece, values in self._beside(tensor):
             values.copy_(piece, non_blocking=True)
         return tensor
 
     def _beside(self, tensor: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield each piece, and the part of `tensor` whose values belong in that piece."""
+        """Yield each tensor of `self.pieces`, with the part of `tensor` whose values belong in it."""
         yield from zip(self.pieces, local_part(tensor).view(-1).split([*map(len, self.pieces)]), strict=True)
 
 

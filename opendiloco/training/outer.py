@@ -45,11 +45,11 @@ from peers.values.workload import Blocks, SnapshotError
 
 # Learning rate --------------------------------------------------------------------------------------------------------
 def learning_rate_factor(schedule: OuterScheduleSection, done: int, decayed: float | None = None) -> float:
-    """Return the learning rate, as a fraction of its peak, in the step after which `done` steps (or tokens) are done.
-    `done` is at least 1.
+    """Return a step's learning rate as a fraction of its peak. After the step, `done` steps, or tokens if the schedule
+    counts tokens, are done. `decayed` is the finished share of an amendment's decay; None: the schedule's own applies.
 
-    Warmup rises linearly and reaches 1 at its last step. Decay reaches `final_fraction` at its last step, and stays
-    there. `decayed` is the finished share of a decay that replaces the schedule's own.
+    `done` is at least 1. Warmup rises linearly and reaches 1 at its last step. Decay reaches `final_fraction` at its
+    last step, and stays there.
     """
     warmup, stable, decay = schedule.phases
     if done <= warmup:
@@ -204,10 +204,8 @@ TILE_BLOCKS = 128
 
 @dataclass(frozen=True)
 class OuterStatistics:
-    """Norms of an outer step: of the average, of this peer's own pseudo-gradient, and of the momentum after the step.
-
-    `cosine` is the cosine of the angle between the first two. Without a pseudo-gradient of this peer, it is NaN, and so
-    is `pseudo_gradient_norm`.
+    """Norms of an outer step's average, of the momentum after the step, and of this peer's own pseudo-gradient.
+    `cosine` is that of the angle between average and pseudo-gradient. Without the latter, its norm and cosine are NaN.
     """
 
     average_norm: float

@@ -144,14 +144,14 @@ class Participant:
         self.base[part] = self.returned[part] = theta
 
     def end(self, index: int) -> None:
-        """Take the remaining inner steps of the work, which ends in outer step `index`."""
+        """Take the remaining inner steps of the present lease, and record that its work ends in outer step `index`."""
         assert self.cycles.train_to_the_end(self.returned), "there are fewer inner steps than planned"
         self.cycles.merge_what_is_due(self.returned)
         self._ended_at = index
 
     @property
     def tokens(self) -> int:
-        """The number of tokens that the work's inner steps train."""
+        """The number of tokens in the inner steps that are planned for the participant's present lease."""
         return self._inner_steps.planned_tokens
 
 
@@ -207,7 +207,8 @@ class StreamingDiLoCo:
                 member.train_until_stored(fragment)
             if present:
                 self.synchronise(fragment, present)
-            # Members with work of age > 0 did not wait for this step, so they get the theta before it.
+            # A member of age > 0 began to train in an earlier outer step and does not wait for the end of this outer
+            # step, so it gets the theta from before this outer step.
             for member in present:
                 member.receive_theta(part, before if member.work.age else self.state.theta[part])
         return self.end(present)
@@ -379,11 +380,11 @@ class Reference(StreamingDiLoCo):
 
 # Arguments -----------------------------------------------------------------------------------------------------------
 class Codec(NamedTuple):
-    """A pair of functions: `encode` turns a float32 array into any object, and `decode` turns this object into an array
-    of the same shape.
+    """A codec: `encode` turns a float32 array into any object, and `decode` turns this object into an array of the same
+    shape. If `encodes_average`, averages are encoded, too. If `is_sparse`, averages have zeros for values left out.
 
-    If `encodes_average`, the average is encoded, too, as in a run. If the codec `is_sparse`, an average has zeros for
-    the values that it leaves out. With error feedback, members add what they sent of these values to their errors.
+    Runs of peers encode averages. With a sparse codec and error feedback, members add to their errors what they sent of
+    the values that an average leaves out.
     """
 
     encode: Callable[[Vector], Any]

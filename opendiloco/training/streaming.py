@@ -177,16 +177,17 @@ class FragmentWork:
         return self.theta if self._copy is None else self._copy
 
     def begin(self) -> None:
-        """Make the present theta the base of the work."""
+        """Make the present theta the base, from which the fragment's pseudo-gradient is computed."""
         self._copy, self._is_base_needed = None, True
 
     def keep_base(self) -> None:
-        """Copy the base if it is still needed, because theta is about to change."""
+        """Copy the base, from which the fragment's pseudo-gradient is computed, because theta is about to change. Do
+        nothing if there is a copy, or if the pseudo-gradient is encoded and needs no base any more."""
         if self._copy is None and self._is_base_needed:
             self._copy = self.theta.copy()
 
     def drop_base(self) -> None:
-        """Drop the copy of the base, so that the present theta becomes the base."""
+        """Drop the copy of an older theta, so that the pseudo-gradient is computed from the present theta."""
         self._copy = None
 
     def encode(self, rounding: Rounding, format: int = 0, folder: Path | None = None) -> None:
@@ -201,14 +202,15 @@ class FragmentWork:
             quantize_difference(self.base, self.local, self.payload, rounding, self.residual.to_add(format, folder))
         except NonFiniteError as error:
             raise WorkerError(f"the trained weights are unusable: {error.message}", error.remedy) from error
-        if not self._outlives_encoding:  # the next pseudo-gradient has a new base, so this one is no longer needed
+        if not self._outlives_encoding:  # the next pseudo-gradient is computed from another theta, so drop this copy
             self._copy, self._is_base_needed = None, False
 
     def decide(self, is_changed: bool) -> bool:
-        """Record whether an outer step has changed the fragment. Return False if an earlier decision stays valid.
+        """Record if an outer step has changed the fragment, and return True. If an earlier record stays valid, return
+        False, and record nothing.
 
-        The first decision counts, with one exception: an outer step that is taken before the workers have stored the
-        fragment overrides the decision that it has not changed.
+        The first record counts, with one exception: an outer step that is taken before the workers have stored the
+        fragment replaces the record that the fragment has not changed.
         """
         if self.is_changed is not None and (self.is_changed or self.is_encoded):
             return False

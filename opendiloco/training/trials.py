@@ -318,7 +318,8 @@ def fitting_micro_batch(replica: ModelReplica, piece: int, team: Team, trains: b
         one = taken(1)
         team.wait_for_all()  # no worker may count the memory of another worker's trial
         room = _free_memory(team) - _taken_later(replica, team, trains)
-        room -= VALUE_BYTES * replica.layout.size * replica.reduces_once  # unsharded gradients, until workers sum them
+        # If `reduces_once`, each worker needs this memory for all gradients, unsharded, until the last micro-batch.
+        room -= VALUE_BYTES * replica.layout.size * replica.reduces_once
         if not team.smallest(room > 2 * one):
             return 1  # not even a trial with two windows is sure to fit
         fixed, each = fixed_and_each(one, taken(2))

@@ -238,7 +238,7 @@ class ProgressReader:
             phase=phase,
             work=_Work(share, now - self._since),
             losses=tuple(self._losses),
-            contribution=self._contribution(own.peer, facts.log),
+            contribution=self._standing(own.peer, facts.log),
             up=self._up.rate(facts.sent, now),
             down=self._down.rate(facts.received, now),
             pause_reasons=self._pause_reasons(),
@@ -247,8 +247,9 @@ class ProgressReader:
             machine=self.machine,
         )
 
-    def _contribution(self, peer: str, log: RunLog) -> Standing | None:
-        """Return a peer's contribution, or None until the whole log has been read."""
+    def _standing(self, peer: str, log: RunLog) -> Standing | None:
+        """Return the share of a peer in the run's tokens, and its rank; None until the whole log has been read, or if
+        the log cannot be read."""
         try:
             is_behind = self._chronicle.read(log)
         except DilocoPeerError as error:
@@ -298,7 +299,7 @@ def _how_far(work: _Work) -> str:
 
 
 def _healthy_line(progress: ProgressReport) -> str:
-    """Return a volunteer's progress as one line for the log."""
+    """Return a volunteer's progress as the text of one log line."""
     own, facts, fragments = progress.own, progress.facts, progress.facts.fragments
     parts = [f"outer step {own.index}/{progress.view.outer_steps}", _activity(progress)]
     if own.loss is not None:
@@ -430,7 +431,7 @@ def _curve(values: Sequence[float], width: int = CURVE_WIDTH) -> str:
 
 # Screens of join ------------------------------------------------------------------------------------------------------
 SCREEN_SECONDS = 0.5  # seconds between two updates of the screen
-HEALTHY_SECONDS = 60.0  # seconds between two progress lines in the log
+PROGRESS_SECONDS = 60.0  # seconds between two log lines with the volunteer's progress
 MACHINE_SECONDS = 10.0  # seconds between two reads of temperature and power, which change slowly
 THIS_MACHINE = "this machine"
 STEERING = "Ctrl-C leaves; in another terminal: diloco-peer pause, resume, finish"
@@ -466,8 +467,8 @@ class JoinView(ABC):
         self.phase = "ended"
 
     def stage(self, stage: str, share: float | None) -> None:
-        """Record a stage of the program's start and the share of this stage that is done, and show both. During
-        training, do nothing, because workers that restart write their stages to the log."""
+        """Record a stage of the program's start and the finished share of this stage, and show both. During training,
+        do nothing: stages are then those of restarting workers, which have log lines of their own."""
         if self._is_training:
             return
         if stage != self._stage:
@@ -507,7 +508,7 @@ class Lines(JoinView):
             logger.info("phase: %s", self.phase)
 
     async def show(self, reader: ProgressReader) -> None:
-        due, has_trained = time.monotonic() + HEALTHY_SECONDS, False
+        due, has_trained = time.monotonic() + PROGRESS_SECONDS, False
         while True:
             progress = reader.read()
             if progress.phase != self.phase:
@@ -516,7 +517,7 @@ class Lines(JoinView):
                 logger.log(logging.DEBUG if is_routine else logging.INFO, "phase: %s", progress.phase)
                 has_trained |= progress.phase in ROUTINE
             if time.monotonic() >= due:
-                due += HEALTHY_SECONDS
+                due += PROGRESS_SECONDS
                 logger.info("%s", _healthy_line(progress), extra={"details": {"progress": progress.plain()}})
             await asyncio.sleep(SCREEN_SECONDS)
 

@@ -159,9 +159,10 @@ async def ask_for_signed_heads(
             await transport.runs.ask_for_heads(transport.call, run.run_id, map(peer_id_of, addresses))
 
 
-def _keep(path: Path, run_id: str, run: str, packed: bytes) -> None:
-    """Write a run's newest list of signed heads or of revocations to a file, unless the list is of another run."""
-    if run == run_id:
+def _keep(path: Path, wanted: str, run_id: str, packed: bytes) -> None:
+    """Write `packed`, the newest list of signed heads or of revocations of the run `run_id`, to a file, if `wanted` is
+    the same run id. Otherwise do nothing."""
+    if run_id == wanted:
         with suppress(OSError):  # other nodes keep a copy, so a full disk is no error
             write_whole(path, [packed])
 

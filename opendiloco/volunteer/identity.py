@@ -46,8 +46,8 @@ def usable_path(path: Path | None) -> Path:
 
 
 def load_identity(path: Path | None) -> Identity:
-    """Return the identity whose key is in the file `path`, for signing only. If the file is missing, create it with a
-    new key. Raises: IdentityFileError."""
+    """Return the identity whose key is in the file `path` (None: the default file), without a lock on the file, so not
+    for a peer. If the file is missing, create it with a new key. Raises: IdentityFileError."""
     path = usable_path(path)
     identity = Identity.load_or_create(path)
     if path.stat().st_mode & 0o077:

@@ -19,11 +19,12 @@ T = TypeVar("T")
 
 
 class Interrupts:
-    """A signal handler that lets this process's main task leave, or cancels it. Each signal first calls `heard`.
+    """A handler of the signals that end this process, such as that of Ctrl-C. The first signal calls `polite`, which
+    makes the main task end by itself; the second signal cancels the task.
 
-    The first signal calls `polite`, or cancels the task if `polite` is not set. The second one cancels the task. Later
-    ones do nothing, so that the task can clean up. A hang-up after another signal does nothing either: a closing
-    terminal sends SIGHUP twice (once through its shell), and systemd may send it after SIGTERM.
+    If `polite` is not set, the first signal cancels the task. Signals after the second do nothing, so that the task can
+    clean up. Each signal first calls `heard`, if this is set. A hang-up after another signal does nothing either: a
+    closing terminal sends SIGHUP twice (once through its shell), and systemd may send it after SIGTERM.
     """
 
     def __init__(self, task: asyncio.Task[Any]) -> None:
@@ -45,14 +46,16 @@ class Interrupts:
 
 
 class RememberedInterrupt:
-    """A context manager that remembers a Ctrl-C which Python loses. It restores the former handler at the end.
+    """A context manager that remembers a Ctrl-C, so that `raise_again` can repeat its KeyboardInterrupt if Python has
+    ignored it, as in a destructor.
 
-    Python loses a KeyboardInterrupt that is raised in a destructor or in some libraries' callbacks: it prints
+    Python ignores a KeyboardInterrupt that is raised in a destructor or in some libraries' callbacks: it prints
     "Exception ignored in", and the program continues. The work in the context therefore calls `raise_again` now and
     then.
 
-    The former handler runs first. Only if it raises KeyboardInterrupt is an interrupt remembered. In a thread other
-    than the main one, or if Ctrl-C ends the process or is ignored, the context changes nothing.
+    The end of the context restores the former signal handler. That handler runs first. Only if it raises
+    KeyboardInterrupt is an interrupt remembered. In a thread other than the main one, or if Ctrl-C ends the process or
+    is ignored, the context changes nothing.
     """
 
     def __init__(self) -> None:

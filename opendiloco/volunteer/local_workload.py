@@ -119,7 +119,8 @@ class TrainerWorkload(Generic[InnerTrainer_co]):
             for part, codec in zip(state.outer.fragments, state.fragments, strict=True)
         ]
         self._work = InnerLoop(0, (), 0, 0)  # the current training, or else the last one
-        # The outer step whose average contains the last training's work; until then, the outer step of that training.
+        # The outer step for which the last training began or, once an average contains the work of this training, the
+        # outer step of that average.
         self._ended_at: int | None = None
         self._index: int | None = None  # outer step of the last training, if workers can continue from its end
         self._state_lock = asyncio.Lock()  # held while theta changes or is copied
@@ -218,7 +219,9 @@ class TrainerWorkload(Generic[InnerTrainer_co]):
             for fragment in self._fragments:
                 fragment.begin_again()
             async with self._state_lock:
-                for fragment in self._fragments:  # `base` is theta, or its copy from before an outer step
+                # Workers begin with the theta from which each fragment's pseudo-gradient is computed, which is not the
+                # present theta if an outer step has changed the fragment since.
+                for fragment in self._fragments:
                     await asyncio.to_thread(np.copyto, fragment.local, fragment.base)
             with suppress(WorkersRestartedError):
                 return await self.trainer.run_inner_loop(work, on_progress, captured, from_local=True)
@@ -273,8 +276,8 @@ class TrainerWorkload(Generic[InnerTrainer_co]):
             await self._decided(index, fragment, is_changed=True)
 
     def _apply(self, payload: Blocks, index: int, fragment: int, keeps_work: bool, overrides: Overrides) -> Payload:
-        """Apply an average to a fragment, and return the average. Before that, keep or drop a copy of the fragment's
-        base: the theta from which its pseudo-gradient is computed."""
+        """Apply an average to a fragment, and return the average. Before that, copy the theta from which the fragment's
+        pseudo-gradient is computed if a later average may contain the work; otherwise drop an earlier copy."""
         work = self._fragments[fragment]
         average = work.codec.checked(payload)
         is_awaited = self._waits_for(index) and work.is_stored and work.is_changed is None
@@ -287,7 +290,7 @@ class TrainerWorkload(Generic[InnerTrainer_co]):
 
     async def unchanged(self, index: int, fragment: int) -> None:
         work = self._fragments[fragment]
-        if not self._goes_on_with(work):  # if the workers go on, a later entry may include the payload
+        if not self._goes_on_with(work):  # otherwise a later entry may still contain this payload
             work.residual.forget()
         async with self._state_lock:
             await self._decided(index, fragment, is_changed=False)

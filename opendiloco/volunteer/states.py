@@ -41,11 +41,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class History:
-    """The history of a run's state. `last` is the state's newest entry, or None for the initial state.
+    """The history of a run's state, up to its newest entry `last` (None: the initial state). `is_whole` is true if this
+    machine's log has all entries of the history, and false if earlier entries are missing.
 
-    `contributors` is the number of peers that have trained in the known entries; `is_whole` is true if all entries are
-    known. `tokens` has the lineage's tokens by outer step, and `losses` the peers' losses on held-out text.
-    `amendments` are those that changed outer steps of this state, in words.
+    `contributors` is the number of peers that have trained in the known entries. `tokens` has the lineage's tokens by
+    outer step, and `losses` the peers' losses on held-out text. `amendments` are those that changed outer steps of this
+    state, in words.
     """
 
     last: Header | None
@@ -65,8 +66,8 @@ class History:
         for header in headers:
             contributors.update(member.peer for member in header.roster if member.tokens)
             tokens[header.index + 1] = header.lineage_tokens
-            # The oldest known entry may repeat amendments of earlier entries, hence "by". An amendment that the last
-            # entry adds is left out, because it is not in force yet.
+            # "by outer step 5" means that an amendment entered the log then or earlier: the oldest known entry may
+            # repeat amendments of earlier entries. Those that the last entry adds are left out: not yet in force.
             since = "by" if header.index == headers[0].index > 0 else "after" if header.index < last.index else ""
             for logged in (header.amendments or ()) if since else ():
                 amended.setdefault(logged.amendment, f"{since} outer step {header.index + 1}")

@@ -33,8 +33,8 @@ SHARE_OF_LOGITS = 0.25
 
 
 def in_fitting_precision(config: RunConfig, team: Team) -> RunConfig:
-    """Return `config` with a precision that suits all workers' devices. For fp16, set `team.half`, and return `config`
-    unchanged.
+    """Return `config` with a precision that all workers' devices support. If that is fp16, which no config can name,
+    set `team.half` to fp16, and return `config` unchanged.
 
     If the run asks for bf16 and one worker's device does not support it, all compute in fp16 if that is fast on all
     devices, and otherwise in fp32.

@@ -229,11 +229,12 @@ class AtStage(Reply):
 
 
 class MoveMoments(Command):
-    """Command to write the inner optimizer's moments to a file, or to load them from one (see
-    training/moments_file.py).
+    """The base of two commands about the inner optimizer's moments: `KeepMoments` writes them to the file `path`, and
+    `RecallMoments` loads them from it. `run` is the id of the run that has trained them.
 
-    A single worker carries it out between two inner steps; several workers carry it out between two trainings. When
-    they write, they copy the state and go on; a thread writes the copy. The worker answers with `MomentsMoved`.
+    The file's format is in training/moments_file.py. A single worker carries a command out between two inner steps;
+    several workers carry it out between two trainings. When they write, they copy the state and go on; a thread writes
+    the copy. The worker answers with `MomentsMoved`.
     """
 
     path: str

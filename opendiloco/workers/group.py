@@ -125,7 +125,7 @@ class WorkerGroup:
 
         def on_step(step: InnerStepDone) -> None:
             self.telemetry.progressed(work.index, step)
-            number = 0 if under_way.is_known else step.inner_step  # 0 marks a step after the outcome was known
+            number = 0 if under_way.is_known else step.inner_step  # 0: the training's result is already returned
             on_progress(Progress(number, step.loss, step.tokens_per_second))
 
         async def carry_out() -> InnerLoopDone:
@@ -149,13 +149,13 @@ class WorkerGroup:
         supervisor, fragments = self.supervisor, len(self.fragments)
         self.under_way = under_way = TrainingRecord(lambda: len(supervisor.workers), fragments, on_step, on_captured)
         request = supervisor.requests.add(carry_out)
-        stored = await under_way.outcome(request, lambda: self._tell(EndInnerLoop(number=number)))
+        stored = await under_way.result(request, lambda: self._tell(EndInnerLoop(number=number)))
         if not self._has_rests:
             await asyncio.shield(request)  # without overlap, return after the last inner step
         return Trained(stored.samples, stored.tokens, stored.loss)
 
     def end_rest(self) -> None:
-        """Stop the inner steps that workers still take after the last training's outcome, because the steps may wait
+        """Stop the inner steps that workers still take after the last training's result, because the steps may wait
         for averages that never arrive."""
         if self.under_way is not None and self.under_way.has_rest:
             self._tell(EndInnerLoop(number=self._trainings))
@@ -210,10 +210,10 @@ class WorkerGroup:
 
 
 class TrainingRecord:
-    """The peer process's record of one training: it handles the workers' reports and determines the training's outcome.
+    """The peer process's record of one training: it handles the workers' reports and determines the training's result.
 
     It calls `on_captured` for each of the `fragments`, except the last, that all `workers()` workers have stored. The
-    training's outcome is known when the last fragment is stored. The workers may still have inner steps to take then:
+    training's result is known when the last fragment is stored. The workers may still have inner steps to take then:
     the *rest*.
     """
 
@@ -236,15 +236,15 @@ class TrainingRecord:
         self._errors: list[Exception] = []
         self.is_wanted = True
         self.is_known = False
-        """True once `outcome` has returned what was trained."""
+        """True once `result` has returned what was trained."""
 
     @property
     def has_rest(self) -> bool:
-        """True if the training's outcome is known but the workers still have inner steps to take."""
+        """True if the training's result is known but the workers still have inner steps to take."""
         return self.is_known and self._request is not None and not self._request.done()
 
     def check_rest(self) -> None:
-        """If the inner steps after the training's outcome have failed, raise their error."""
+        """If the inner steps after the training's result have failed, raise their error."""
         if self.is_known and self._request is not None:
             with suppress(asyncio.CancelledError):
                 self._request.result()
@@ -261,7 +261,7 @@ class TrainingRecord:
             if self._stored[report.fragment] == self._workers():
                 self._captures.add(start_task(self._capture(report)))
 
-    async def outcome(self, request: asyncio.Task[InnerLoopDone], stop: Callable[[], None]) -> FragmentStored:
+    async def result(self, request: asyncio.Task[InnerLoopDone], stop: Callable[[], None]) -> FragmentStored:
         """Wait until all stored fragments are processed, and return the report of the last fragment. On an error or a
         cancellation, call `stop`, and wait until the workers have stopped."""
         self._request = request
@@ -288,7 +288,7 @@ class TrainingRecord:
         try:
             if stored.fragment < self._fragments - 1:
                 await self._on_captured(stored.fragment)
-        except Exception as error:  # kept for `outcome`, which raises the error
+        except Exception as error:  # kept for `result`, which raises the error
             self._errors.append(error)
         if stored.fragment == self._fragments - 1:
             self._last = stored

@@ -223,7 +223,9 @@ def worker_memory(
         positions = min(positions_at_once(max(1, vocabulary), torch.device(device)), training.sequence_length)
     is_tied = bool(matrix) and head.weight is embedding.weight
     copied = multiplied_weights(skeleton)
-    if positions < training.sequence_length:  # then the loss itself copies the head's matrix; `head` includes that copy
+    # If a window's logits are computed in pieces, not autocast but the loss makes the bf16 copy of the output layer's
+    # weights. `WorkerMemory.training` counts that copy with the field `head`.
+    if positions < training.sequence_length:
         copied -= matrix
     return WorkerMemory(
         weights=sum(sizes),

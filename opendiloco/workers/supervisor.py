@@ -366,9 +366,12 @@ class _WorkerPool:
         """True once its workers have carried out a training from which they can go on."""
 
     async def start(
-        self, config: RunConfig, options: WorkerOptions, fresh: bool, of_first: Watch, of_other: Watch
+        self, config: RunConfig, options: WorkerOptions, fresh: bool, watch_first: Watch, watch_other: Watch
     ) -> list[Configure]:
-        """Start one worker per device, and return each worker's `Configure` command. The first worker counts the GPUs.
+        """Start one worker per device, and return each worker's `Configure` command. `watch_first` gets each stage that
+        the first worker reaches, and `watch_other` those of the other workers.
+
+        The first worker starts before the others, because it counts the GPUs with torch.
 
         Raises: MachineError when the machine has too few GPUs, or torch cannot use them; WorkerError when a worker
         dies, or the pool is closed meanwhile.
@@ -377,7 +380,7 @@ class _WorkerPool:
             descriptor, port = listener.fileno(), listener.getsockname()[1]  # the workers connect to this port
             # The first worker starts before the devices are known, so it gets as many threads as a worker on the CPU.
             threads = choose_threads(options, ["cpu"] * options.cpu_workers, usable_cores())
-            first = await WorkerProcess.start((self._memory, descriptor), threads, of_first)
+            first = await WorkerProcess.start((self._memory, descriptor), threads, watch_first)
         self.workers.append(first)
         if self.is_over:
             raise WorkerError("the workers were closed while they started.")
@@ -390,7 +393,7 @@ class _WorkerPool:
         self._devices = choose_devices(options, gpus)
         threads = choose_threads(options, self._devices, usable_cores())
         for _ in self._devices[1:]:
-            other = await WorkerProcess.start((self._memory,), threads, of_other)
+            other = await WorkerProcess.start((self._memory,), threads, watch_other)
             self.workers.append(other)
         if len(self.workers) > 1:
             for rank, worker in enumerate(self.workers):

@@ -91,8 +91,8 @@ def _values_of(done: InnerLoopDone, peak_tokens_per_second: float | None) -> dic
 
 
 class Telemetry:
-    """The recorder of a machine's training in the log, gauges and trackers. On the x-axis of trackers an outer step
-    counts as `inner_steps` inner steps.
+    """The recorder of a machine's training in this process's log lines, gauges and trackers. On the x-axis of trackers
+    an outer step counts as `inner_steps` inner steps.
 
     `bytes_per_token` is that of the held-out text, or None if unknown. If known, losses are also reported in bits per
     byte.
@@ -136,7 +136,7 @@ class Telemetry:
         self._track(index * self._inner_steps + progress.inner_step, values)
 
     def trained(self, index: int, done: InnerLoopDone) -> None:
-        """Record this machine's finished training for outer step `index` in the log, the gauges and the trackers."""
+        """Record this machine's finished training for outer step `index` in a log line, gauges and the trackers."""
         values = self.latest = _values_of(done, self._peak_tokens_per_second)
         if done.skipped:
             logger.warning(
@@ -159,8 +159,8 @@ class Telemetry:
         self._track((index + 1) * self._inner_steps, {f"outer_step/{name}": value for name, value in values.items()})
 
     def evaluated(self, held_out: HeldOutLoss, is_runs_text: bool = True) -> None:
-        """Record a held-out loss of theta that this machine has computed: in the log, in the trackers and, as bits per
-        byte, in a gauge. `is_runs_text` is false if the text is not the run's."""
+        """Record a held-out loss of theta that this machine has computed: in a log line, in the trackers and, as bits
+        per byte, in a gauge. `is_runs_text` is false if the text is not the run's."""
         bits = self.heard(held_out, "held_out" if is_runs_text else "own_held_out")
         in_bits = "" if bits is None else f" ({bits:.4f} bits per byte)"
         BITS_PER_BYTE.set(math.nan if bits is None else bits)

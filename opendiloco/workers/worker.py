@@ -151,8 +151,8 @@ class ControlChannel:
             self._connection.sendall(message.line())
 
     def average_of(self, fragment: int, number: int) -> _Average | None:
-        """Return the newest `TakeAverage` command for `fragment` if it belongs to training `number`, which stored the
-        fragment; otherwise None."""
+        """Return the newest `TakeAverage` command for `fragment` if it is for the weights that training `number`
+        captured; otherwise None. `number` counts the trainings of these workers from 1."""
         average = self._averages.get(fragment)
         return average if average is not None and average.number == number else None
 
@@ -286,10 +286,8 @@ class Worker:
         _freeze()
 
     def _try_what_is_compiled(self) -> str:
-        """Choose how attention is computed and whether blocks are compiled, by trials on this machine.
-
-        Return the reason if blocks should be compiled but are not; otherwise an empty string.
-        """
+        """Choose how attention is computed and whether blocks are compiled, by trials on this machine. Return the
+        reason if blocks should be compiled but are not; otherwise an empty string."""
         from opendiloco.training.team import compiling_lacks
         from opendiloco.training.trials import document_attention, keep_compiled_if_it_works
 
@@ -518,8 +516,8 @@ class InnerLoops:
         )
 
     def _pass_through(self, inner_steps: InnerSteps) -> None:
-        """Take the inner steps, and store each fragment when it is due. If training stops early, store the last
-        fragment at once."""
+        """Take the inner steps, and store each fragment when it is due. If training stops early, store the fragment
+        with the highest number at once, and none of the others that are not due yet."""
         last = len(self._replica.layout.fragments) - 1
         local = self._vectors.local
         is_whole = True

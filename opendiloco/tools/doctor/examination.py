@@ -266,8 +266,7 @@ def _plan_among(
 class Examination:
     """Examines this machine for a `join` with these settings and this key.
 
-    Without an invite it covers the machine and the bootstrap nodes that the settings name. Without `tries`, it does not
-    train. `report` receives each finding, and `at` the present activity.
+    Without an invite it covers the machine and the bootstrap nodes that the settings name.
     """
 
     def __init__(
@@ -275,20 +274,21 @@ class Examination:
         settings: JoinSettings,
         invite: Invite | None,
         key: Identity,
-        tries: bool,
+        trains: bool,
         report: Callable[[Finding], None],
-        at: Callable[[str], None],
+        on_activity: Callable[[str], None],
     ) -> None:
-        """Prepare the examination. Raises: AdmissionError if the settings name an invalid ticket."""
+        """Prepare the examination, which trains a little if `trains`. It calls `report` with each finding, and
+        `on_activity` with each activity that begins. Raises: AdmissionError if the settings name an invalid ticket."""
         self._findings: list[Finding] = []
         self._settings = settings
         self._run_id = invite.run_id if invite else None
         self._addresses = invite.addresses if invite else settings.initial_peers
         self._ticket = None if settings.ticket is None else read_ticket(settings.ticket)
         self._key = key
-        self._tries = tries
+        self._trains = trains
         self._listener = report
-        self._at = at
+        self._at = on_activity
         self._nodes: list[Node] = []
         self._latency = LATENCY
         self._bandwidth: Bandwidth | None = None
@@ -441,11 +441,11 @@ class Examination:
         """Measure the training speed in a trial, or estimate it if no trial is possible. Report and return the speed.
         Return None if the speed remains unknown."""
         why = ""
-        if self._tries and self._has_volunteer:
+        if self._trains and self._has_volunteer:
             why = "a volunteer runs on this machine, and a trial would take memory and time from it"
         failing = [one.name for one in self._findings if one.verdict is Verdict.FAIL and one.name in NEEDED_TO_TRAIN]
         speed: _Speed | None = None
-        if self._tries and not failing and not self._has_volunteer:
+        if self._trains and not failing and not self._has_volunteer:
             self._at("training a little, as `join` would")
             try:
                 speed = await _measured_speed(config, self._settings.workers)
