@@ -53,7 +53,9 @@ def longest_pause(seed: int, way: str, blinks: int) -> float:
     return max(later - earlier for earlier, later in pairwise([*made.values(), swarm.now]))
 
 
-@pytest.mark.parametrize("way", ["cut off", "deaf", "stopped"])
+@pytest.mark.parametrize(
+    "way", ["cut off", *(pytest.param(way, marks=pytest.mark.thorough) for way in ("deaf", "stopped"))]
+)
 @pytest.mark.parametrize("blinks", [pytest.param(1, marks=pytest.mark.thorough), 4])
 @pytest.mark.parametrize("seeds", [range(4), pytest.param(range(4, 20), marks=pytest.mark.thorough)], ids=str)
 def test_a_member_that_blinks_costs_no_more_than_a_view(seeds: range, blinks: int, way: str) -> None:

@@ -101,12 +101,13 @@ def unbroken() -> int:
     return counted(6, Faults())[0]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("broken", "minutes"),
     [
-        pytest.param((("peer3", "peer5"),), 10, marks=pytest.mark.thorough),
+        ((("peer3", "peer5"),), 10),
         ((("peer0", "peer5"),), 10),
-        pytest.param((("peer0", "peer1"), ("peer2", "peer3")), 32, marks=pytest.mark.thorough),
+        ((("peer0", "peer1"), ("peer2", "peer3")), 32),
     ],
     ids=["two that need not lead", "the first to lead", "two pairs"],
 )
@@ -260,7 +261,8 @@ def test_two_pairs_of_four_that_cant_talk_leave_nobody_out() -> None:
     assert tally.lineages() == 0
 
 
-@pytest.mark.parametrize(("speed", "counts"), [pytest.param(0.12, True, marks=pytest.mark.thorough), (0.05, False)])
+@pytest.mark.thorough
+@pytest.mark.parametrize(("speed", "counts"), [(0.12, True), (0.05, False)])
 def test_who_is_too_slow_is_told_and_stops(speed: float, counts: bool) -> None:
     """Regression: with less than about a sixteenth of the fastest speed a volunteer trained for ever for nothing."""
     settings = replace(SETTINGS, inner_steps=16, samples_per_lease=32)

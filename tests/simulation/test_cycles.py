@@ -199,7 +199,11 @@ def test_random_lives_of_several_fragments(seed: int) -> None:
 
 @pytest.mark.parametrize(
     ("seed", "fragments"),
-    [(10420, 3), (10572, 2), (11906, 3)],
+    [
+        pytest.param(10420, 3, marks=pytest.mark.thorough),
+        (10572, 2),
+        pytest.param(11906, 3, marks=pytest.mark.thorough),
+    ],
     ids=["a member forgot its part of a round", "most had left the first round", "an entry whose leader is dead"],
 )
 def test_lives_of_several_fragments_that_ended_badly(seed: int, fragments: int) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from peers.log.lineage import RECENT_ENTRIES
 from peers.log.settings import Timing
 from peers.protocol.states import State
@@ -52,6 +54,7 @@ def test_who_went_on_alone_comes_back_to_what_most_have_signed_whatever_it_has_t
     assert heads(swarm, FEW) == heads(swarm, MANY)
 
 
+@pytest.mark.thorough
 def test_a_minority_that_is_far_ahead_comes_back_too() -> None:
     """Regression: each of the two found the other where its own log had led, and looked at nobody else: they had made
     more entries than peers remember, so that nobody could see in a heartbeat that the others' log was another one."""

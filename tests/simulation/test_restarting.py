@@ -61,8 +61,10 @@ def kill_at_effect(swarm: Swarm, name: str, number: int) -> None:
     swarm.on_effect = lambda name: None
 
 
-@pytest.mark.parametrize("fragments", [1, 2])
-@pytest.mark.parametrize("peers", [1, 2, pytest.param(3, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize(
+    ("peers", "fragments"),
+    [(1, 2), (2, 1), *(pytest.param(*each, marks=pytest.mark.thorough) for each in ((1, 1), (2, 2), (3, 1), (3, 2)))],
+)
 def test_killed_between_any_two_of_its_deeds_it_is_the_same_voter_when_it_starts_again(
     peers: int, fragments: int
 ) -> None:

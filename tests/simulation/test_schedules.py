@@ -252,7 +252,11 @@ MOMENTS: dict[str, Callable[[str, SendChunk], bool]] = {
 }
 
 
-@pytest.mark.parametrize("kill", [hangs_up, Swarm.kill], ids=["connections break", "nobody is told"])
+@pytest.mark.parametrize(
+    "kill",
+    [hangs_up, pytest.param(Swarm.kill, marks=pytest.mark.thorough)],
+    ids=["connections break", "nobody is told"],
+)
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_a_reducers_death_costs_no_round(moment: str, kill: Callable[[Swarm, str], None]) -> None:
     """The others go on with what has arrived, in the round that was begun, as soon as the death is noticed."""
@@ -517,12 +521,10 @@ def _long_training(chance: Callable[[float, float], float], steps: int) -> float
     return steps * chance(2, 5)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "lie",
-    [
-        too_many_tokens,
-        *(pytest.param(lie, marks=pytest.mark.thorough) for lie in (scattered_samples, ever_higher_numbers)),
-    ],
+    [too_many_tokens, scattered_samples, ever_higher_numbers],
 )
 def test_a_liar_stops_nobody(lie: Callable[[Ready], Ready]) -> None:
     """Some train for much longer than others: meanwhile it says Ready again and again. How long they do is chance, so

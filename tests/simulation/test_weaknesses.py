@@ -373,7 +373,11 @@ def test_a_liar_costs_the_honest_little(lie: str, share: float, unharmed: int) -
 
 
 @pytest.mark.parametrize(
-    ("seed", "fragments"), [(15486, 1), (16407, 1), (16358, 1), (10746, 1), (3500076, 3), (4003118, 3)]
+    ("seed", "fragments"),
+    [
+        *((15486, 1), (16407, 1), (16358, 1)),
+        *(pytest.param(*each, marks=pytest.mark.thorough) for each in ((10746, 1), (3500076, 3), (4003118, 3))),
+    ],
 )
 def test_lives_that_once_failed(seed: int, fragments: int) -> None:
     """Foundings that went on with two while the others said Ready again; a leader that was given up as it began; a

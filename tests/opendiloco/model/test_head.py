@@ -296,7 +296,9 @@ def test_what_blocks_add_to_is_in_bf16_where_autocast_is_on(small_content: dict[
 
 
 @pytest.mark.usefixtures("_process_group_ends")
-@pytest.mark.parametrize("family", ["llama", "gemma2", "mixtral"])
+@pytest.mark.parametrize(
+    "family", ["llama", *(pytest.param(name, marks=pytest.mark.thorough) for name in ("gemma2", "mixtral"))]
+)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_sharing_workers_train_by_pieces_whatever_else_is_chosen(
     small_content: dict[str, Any], family: str, precision: str, monkeypatch: pytest.MonkeyPatch

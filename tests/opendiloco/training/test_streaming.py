@@ -136,6 +136,7 @@ def by_the_reference(small_content: dict[str, Any], case: Case) -> Iterator[dict
         }
 
 
+QUICK = {"int8", "e3m0", "sparse"}  # codecs that `make test` tries; `make thorough` tries all
 CASES = [
     Case(*case)
     for case in itertools.product((1, 2, 3), (0, 1, 3), (0.0, 0.5, 0.3, 1.0), ("int8", "uint4", "e2m1", "e3m0", "fp16"))
@@ -224,7 +225,7 @@ def algorithm_1(
 @pytest.mark.parametrize(
     ("streaming", "codec"),
     [
-        *(({}, codec) for codec in kernels.FORMATS),
+        *(pytest.param({}, codec, marks=() if codec in QUICK else pytest.mark.thorough) for codec in kernels.FORMATS),
         ({"layers_per_fragment": 4, "embeddings": "ends", "alpha": 0.0}, "int8"),
     ],
 )
@@ -268,7 +269,12 @@ def weights_of(reference: Reference, name: str) -> Vector:
 
 
 @pytest.mark.parametrize(
-    "streaming", [{"layers_per_fragment": 2, "overlap": 1}, {"layers_per_fragment": 2}, {"overlap": 3}, {}], ids=str
+    "streaming",
+    [
+        {"layers_per_fragment": 2, "overlap": 1},
+        *(pytest.param(each, marks=pytest.mark.thorough) for each in ({"layers_per_fragment": 2}, {"overlap": 3}, {})),
+    ],
+    ids=str,
 )
 def test_with_alpha_1_each_replica_trains_as_if_it_were_alone(
     small_content: dict[str, Any], streaming: dict[str, Any]
@@ -338,7 +344,14 @@ def test_an_inner_step_a_cycle_and_sgd_outside_is_data_parallel_local_sgd(small_
 
 @pytest.mark.parametrize(
     ("pattern", "codec"),
-    [*(("strided", codec) for codec in kernels.FORMATS), ("sequential", "int8"), ("balanced", "int8")],
+    [
+        *(
+            pytest.param("strided", codec, marks=() if codec in QUICK else pytest.mark.thorough)
+            for codec in kernels.FORMATS
+        ),
+        ("sequential", "int8"),
+        ("balanced", "int8"),
+    ],
 )
 def test_streams_of_every_pattern_and_codec_learn(small_content: dict[str, Any], pattern: str, codec: str) -> None:
     streaming = {"layers_per_fragment": 2, "pattern": pattern, "overlap": 2}

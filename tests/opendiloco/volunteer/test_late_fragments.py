@@ -129,9 +129,9 @@ class Swarm:
 @pytest.mark.parametrize(
     ("codec", "streaming"),
     [
-        ({"kind": "int8", "contributions": ["int8"]}, {"overlap": 0}),
+        pytest.param({"kind": "int8", "contributions": ["int8"]}, {"overlap": 0}, marks=pytest.mark.thorough),
         ({"kind": "e3m0", "rounding": "stochastic"}, {"overlap": 2, "alpha": 0.5}),
-        ({"kind": "int8"}, {"overlap": 1}),
+        pytest.param({"kind": "int8"}, {"overlap": 1}, marks=pytest.mark.thorough),
         ({"kind": "int8", "rounding": "stochastic", "error_feedback": 0.5}, {"overlap": 1}),
         ({"kind": "sparse"}, {"overlap": 1}),
     ],
