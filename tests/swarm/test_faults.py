@@ -122,6 +122,7 @@ def test_the_others_go_on_and_it_comes_back(
     tell(story)
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("cables")
 def test_two_lineages_become_one(tell: Tell) -> None:
     """Who is cut off for longer than the partition grace makes entries of its own, until it meets the others."""

@@ -69,6 +69,7 @@ def test_all_honest_members_count_beside_one_that_lies(tell: Tell, lie: str) -> 
     tell(story)
 
 
+@pytest.mark.thorough
 def test_a_joiner_gets_the_state_of_the_log(tell: Tell) -> None:
     async def story(swarm: LiarSwarm) -> None:
         await swarm.part_of(swarm.liar)  # else it has nothing to give
