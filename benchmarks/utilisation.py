@@ -41,7 +41,7 @@ LEAST, OFF = 0.97, 0.1
 
 
 @dataclass(frozen=True)
-class Method:
+class TrainingMethod:
     """A method of training: its number of fragments, its overlap in inner steps, and its codec."""
 
     name: str
@@ -75,7 +75,7 @@ class Series:
     """The measurements of one method of training: for each turn, the share (0 to 1) of the time in which the peers
     computed."""
 
-    method: Method
+    method: TrainingMethod
     setting: SwarmSetup
     shares: list[float] = field(default_factory=list)
 
@@ -105,17 +105,17 @@ async def _next_cycle(peer: PeerProcess) -> dict[str, Any]:
     return await peer.event("cycle", CYCLE_SECONDS)
 
 
-def methods_for(fragments: int, overlap: int) -> list[Method]:
+def methods_for(fragments: int, overlap: int) -> list[TrainingMethod]:
     return [
-        Method("DiLoCo int8", 1, 0, "int8"),
-        Method("Streaming int8", fragments, 0, "int8"),
-        Method(f"Streaming int8, τ = {overlap}", fragments, overlap, "int8"),
-        Method(f"Streaming e3m0, τ = {overlap}", fragments, overlap, "e3m0"),
+        TrainingMethod("DiLoCo int8", 1, 0, "int8"),
+        TrainingMethod("Streaming int8", fragments, 0, "int8"),
+        TrainingMethod(f"Streaming int8, τ = {overlap}", fragments, overlap, "int8"),
+        TrainingMethod(f"Streaming e3m0, τ = {overlap}", fragments, overlap, "e3m0"),
     ]
 
 
 async def measure(
-    methods: Sequence[Method], setting: SwarmSetup, places: Sequence[Place], turns: int, cycles: int
+    methods: Sequence[TrainingMethod], setting: SwarmSetup, places: Sequence[Place], turns: int, cycles: int
 ) -> list[Series]:
     """Train a new swarm by each method, for a warm-up and `cycles` measured cycles. Repeat all of this `turns` times,
     and return the measurements of each method."""

@@ -284,7 +284,7 @@ class _SnapshotsSection(Section):
 
 
 class _AdmissionSection(Section):
-    """The rules for new peers: which peers may join the run, and for how long their work does not count."""
+    """The admission of new peers, and their probation."""
 
     mode: Literal["open", "invite"] = "open"
     """`"open"` admits all peers; `"invite"` admits peers with a ticket (`diloco-peer invite create`)."""
