@@ -51,7 +51,7 @@ class AppliedEntries:
     heads: defaultdict[int, set[str]] = field(default_factory=lambda: defaultdict(set))
     states: defaultdict[int, set[str]] = field(default_factory=lambda: defaultdict(set))
     first_at: dict[int, float] = field(default_factory=dict)
-    ended_at: float | None = None
+    measurement_ended_at: float | None = None
 
     def add(self, event: Event) -> None:
         index, when = int(event["index"]), float(event["time"])
@@ -73,7 +73,7 @@ class AppliedEntries:
         """The seconds between the first reports of consecutive entries, and from the last entry to the end of the
         measurement."""
         times = [self.first_at[index] for index in sorted(self.first_at)]
-        times += [] if self.ended_at is None else [max([self.ended_at, *times[-1:]])]
+        times += [] if self.measurement_ended_at is None else [max([self.measurement_ended_at, *times[-1:]])]
         return [after - before for before, after in itertools.pairwise(times)]
 
     @property
@@ -83,8 +83,8 @@ class AppliedEntries:
 
     @property
     def share_at_work(self) -> float:
-        """The share (0 to 1) of the measured time outside stalls, which are long gaps between entries; 0 without any
-        gap."""
+        """The share (0 to 1) of the measured time that passed outside stalls, which are unusually long gaps between
+        entries. It is 0 if nothing was measured."""
         return 1 - sum(self.stalls) / sum(self.gaps) if self.gaps else 0.0
 
 
@@ -222,7 +222,7 @@ async def measure(seconds: float, peers: int, seed: int, folder: Path) -> tuple[
         async with asyncio.timeout(START_SECONDS):
             await asyncio.gather(*(one.at_work.wait() for one in churn.volunteers))
         await churn.go_on(seconds)
-        record.ended_at = time.monotonic()
+        record.measurement_ended_at = time.monotonic()
     return churn, record
 
 

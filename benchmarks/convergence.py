@@ -221,8 +221,8 @@ def row(curves: Curves, name: str) -> dict[str, Any]:
 
 
 def bars_of(curves: Curves) -> list[Bar]:
-    """Return a bar (a required ratio of losses) for each method that has a 95 % interval. A bar is met if the
-    interval's worst end reaches the required ratio."""
+    """Return a requirement for each method that has a 95 % interval of the ratio of its baseline's loss to its own: the
+    lower end of this interval must be at least the required ratio."""
     bars = []
     for name, base, least in BARS:
         above = interval(curves, name, base)

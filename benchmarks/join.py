@@ -102,11 +102,11 @@ class DonorSwarm:
             await self.donors.average(counts=True)
             await asyncio.sleep(self.pause)
 
-    async def fetch(self, kills: PeerProcess | None = None) -> Fetch:
-        """Start a joiner while the donors train, and return its download of the state. The donor `kills` is killed when
-        half of the state has arrived."""
+    async def fetch(self, donor_to_kill: PeerProcess | None = None) -> Fetch:
+        """Start a joiner while the donors train, and return its download of the state. If `donor_to_kill` is
+        given, kill it when half of the state has arrived."""
         async with self._joining() as (joiner, fetch):
-            await self._follow(joiner, fetch, kills)
+            await self._follow(joiner, fetch, donor_to_kill)
         return fetch
 
     async def fetch_during_rounds(self) -> Fetch:
@@ -133,9 +133,9 @@ class DonorSwarm:
         finally:
             await joiner.end()
 
-    async def _follow(self, joiner: PeerProcess, fetch: Fetch, kills: PeerProcess | None = None) -> None:
-        """Record a joiner's download in `fetch` until the joiner has the state. Raises: PeerProcessError if the joiner
-        ends, TimeoutError after FETCH_SECONDS."""
+    async def _follow(self, joiner: PeerProcess, fetch: Fetch, donor_to_kill: PeerProcess | None = None) -> None:
+        """Record a joiner's download in `fetch` until the joiner has the state. Kill `donor_to_kill`, if given, when
+        half of the state has arrived. Raises: PeerProcessError if the joiner ends, TimeoutError after FETCH_SECONDS."""
         async with asyncio.timeout(FETCH_SECONDS):
             while event := await joiner.next_event():
                 if event["event"] == "restored":
@@ -143,10 +143,10 @@ class DonorSwarm:
                     return
                 if event["event"] == "fetched":
                     fetch.fetched[event["donor"]] += event["bytes"]
-                if kills and fetch.fetched_before_kill is None and 2 * fetch.fetched.total() >= self.size:
+                if donor_to_kill and fetch.fetched_before_kill is None and 2 * fetch.fetched.total() >= self.size:
                     fetch.fetched_before_kill = fetch.fetched.total()
-                    self.orphans |= kills.children()
-                    kills.send_signal(signal.SIGKILL)
+                    self.orphans |= donor_to_kill.children()
+                    donor_to_kill.send_signal(signal.SIGKILL)
         raise PeerProcessError(f"the joiner ended before it had the state: {joiner.last_words()}")
 
     async def tidy_up(self) -> None:
@@ -193,7 +193,7 @@ async def measure(values: int, places: Sequence[Place], rounds: int, pause: floa
             for reports in group.rounds
         ]
         busy = sum(during.overlap(*span) for span in spans)
-        killed = await swarm.fetch(kills=donors[-1])
+        killed = await swarm.fetch(donor_to_kill=donors[-1])
     return FetchMeasurements(alone, during, killed, group.seconds[:rounds], group.seconds[rounds:], busy)
 
 

@@ -193,8 +193,8 @@ async def newcomer(role: str, command: Sequence[object], folder: Path) -> AsyncI
 
 
 async def measure_swarm(values: int, watch: PeakMemory) -> None:
-    """Measure the memory of all roles whose peers have a vector of `values` values in place of a model. Raises:
-    PeerProcessError."""
+    """Measure the memory of volunteers, a joiner and a follower, which all have a vector of `values` values in place of
+    a model. Raises: PeerProcessError."""
     async with AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="memory-")))
         arguments: list[object] = [OUR_PEER, "--values", values, "--peers", PEERS, "--snapshot-every", SNAPSHOT_EVERY]

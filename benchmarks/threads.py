@@ -40,15 +40,16 @@ AT_LEAST = 0.97
 
 @dataclass
 class Contender:
-    """A volunteer whose worker has `threads` threads, and the measurements of its turns."""
+    """A volunteer whose worker has `threads` threads. Each turn (the inner steps of one outer step) adds two numbers:
+    the seconds per token, and the longest delay of the volunteer's event loop, in seconds."""
 
     threads: int
     seconds_per_token: list[float] = field(default_factory=list)
-    late_seconds: list[float] = field(default_factory=list)
+    longest_delays: list[float] = field(default_factory=list)
 
     def add(self, trained: dict[str, Any]) -> None:
         self.seconds_per_token.append(trained["seconds"] / trained["tokens"])
-        self.late_seconds.append(trained["late_seconds"])
+        self.longest_delays.append(trained["late_seconds"])
 
     @property
     def speed(self) -> float:
@@ -94,8 +95,8 @@ def rows_of(contenders: dict[str, Contender]) -> list[dict[str, Any]]:
             "tokens/s": contender.speed,
             "slowest turn": 1 / max(contender.seconds_per_token),
             "of one thread": speed_ratio(seconds, name, ONE),
-            "late ms": 1e3 * statistics.median(contender.late_seconds),
-            "latest ms": 1e3 * max(contender.late_seconds),
+            "late ms": 1e3 * statistics.median(contender.longest_delays),
+            "latest ms": 1e3 * max(contender.longest_delays),
         }
         for name, contender in contenders.items()
     ]

@@ -123,8 +123,8 @@ class SpeedMeasurements:
 
 
 def prepared(config: RunConfig, steps: int | None, repetitions: int) -> RunConfig:
-    """Return the run's configuration for one peer, with `steps` inner steps and enough outer steps. Raises: UsageError
-    if the bare loop does not support the run."""
+    """Return a copy of `config` for one peer, with `steps` inner steps (None: unchanged) and `repetitions` + 2 outer
+    steps. Raises: UsageError if `config` has a z-loss or a document mask."""
     training = config.training
     if training.z_loss or training.document_mask:
         raise click.UsageError(

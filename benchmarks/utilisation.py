@@ -41,8 +41,8 @@ LEAST, OFF = 0.97, 0.1
 
 
 @dataclass(frozen=True)
-class Way:
-    """A way to train: its number of fragments, its overlap in inner steps, and its codec."""
+class TrainingMethod:
+    """A method of training: its number of fragments, its overlap in inner steps, and its codec."""
 
     name: str
     fragments: int
@@ -55,7 +55,7 @@ class Way:
         return 8 * FORMATS[self.codec].payload_size(1 << 20) / (1 << 20)
 
     def plan(self, peers: tuple[PeerGroup, ...], values: int, inner_steps: int) -> Plan:
-        """Return the plan (the input of `forecast`) of a run that trains this way."""
+        """Return the plan (the input of `forecast`) of a run that trains by this method."""
         cuts = [values * cut // self.fragments for cut in range(self.fragments + 1)]
         fragments = tuple(end - start for start, end in pairwise(cuts))
         return Plan(fragments, peers, inner_steps, 1, 1.0, 1, self.bits, overlap=self.overlap)
@@ -72,10 +72,10 @@ class SwarmSetup:
 
 @dataclass
 class Series:
-    """The measurements of one way to train: for each turn, the share (0 to 1) of the time in which the peers
+    """The measurements of one method of training: for each turn, the share (0 to 1) of the time in which the peers
     computed."""
 
-    way: Way
+    method: TrainingMethod
     setting: SwarmSetup
     shares: list[float] = field(default_factory=list)
 
@@ -88,7 +88,7 @@ class Series:
             reports = [await asyncio.gather(*map(_next_cycle, peers)) for _ in range(WARM_UP + cycles)]
         for events in reports:
             if {event["peers"] for event in events} != {len(peers)} or len({event["state"] for event in events}) > 1:
-                raise PeerProcessError(f"{self.way.name}: not all peers averaged together: {events}")
+                raise PeerProcessError(f"{self.method.name}: not all peers averaged together: {events}")
         spans = [last["time"] - first["time"] for first, last in zip(reports[WARM_UP - 1], reports[-1], strict=True)]
         computed = cycles * self.setting.inner_steps * self.setting.step_seconds
         self.shares.append(statistics.median(computed / span for span in spans))
@@ -96,7 +96,8 @@ class Series:
     def _command(self, place: Place, peers: int) -> list[object]:
         command: list[object] = [PEER, "--values", self.setting.values, "--peers", peers]
         command += ["--inner-steps", self.setting.inner_steps, "--step-seconds", self.setting.step_seconds]
-        command += ["--fragments", self.way.fragments, "--overlap", self.way.overlap, "--codec", self.way.codec]
+        command += ["--fragments", self.method.fragments, "--overlap", self.method.overlap]
+        command += ["--codec", self.method.codec]
         return [*command, *place.for_vector_peer]
 
 
@@ -104,20 +105,21 @@ async def _next_cycle(peer: PeerProcess) -> dict[str, Any]:
     return await peer.event("cycle", CYCLE_SECONDS)
 
 
-def ways(fragments: int, overlap: int) -> list[Way]:
+def methods_for(fragments: int, overlap: int) -> list[TrainingMethod]:
     return [
-        Way("DiLoCo int8", 1, 0, "int8"),
-        Way("Streaming int8", fragments, 0, "int8"),
-        Way(f"Streaming int8, τ = {overlap}", fragments, overlap, "int8"),
-        Way(f"Streaming e3m0, τ = {overlap}", fragments, overlap, "e3m0"),
+        TrainingMethod("DiLoCo int8", 1, 0, "int8"),
+        TrainingMethod("Streaming int8", fragments, 0, "int8"),
+        TrainingMethod(f"Streaming int8, τ = {overlap}", fragments, overlap, "int8"),
+        TrainingMethod(f"Streaming e3m0, τ = {overlap}", fragments, overlap, "e3m0"),
     ]
 
 
 async def measure(
-    each: Sequence[Way], setting: SwarmSetup, places: Sequence[Place], turns: int, cycles: int
+    methods: Sequence[TrainingMethod], setting: SwarmSetup, places: Sequence[Place], turns: int, cycles: int
 ) -> list[Series]:
-    """Train all ways in turns, `turns` times, and return their measurements."""
-    found = [Series(way, setting) for way in each]
+    """Train a new swarm by each method, for a warm-up and `cycles` measured cycles. Repeat all of this `turns` times,
+    and return the measurements of each method."""
+    found = [Series(method, setting) for method in methods]
     for _ in range(turns):
         for series in found:
             await series.take_turn(places, cycles)
@@ -126,9 +128,9 @@ async def measure(
 
 def row_of(series: Series, planned: Forecast) -> dict[str, Any]:
     return {
-        "swarm": series.way.name,
-        "fragments": series.way.fragments,
-        "bits": series.way.bits,
+        "swarm": series.method.name,
+        "fragments": series.method.fragments,
+        "bits": series.method.bits,
         "computes": statistics.median(series.shares),
         "least": min(series.shares),
         "most": max(series.shares),
@@ -175,11 +177,11 @@ def main(
     link = 8 * rate / LINK_SHARE
     to_each = latency / 2  # seconds of a round trip over one of the two links between peers
     peers = (PeerGroup("peer", len(names), link, link, to_each, step_seconds),)
-    each = ways(fragments, overlap)
-    inner_steps = max(overlap + 1, fragments, round(round_of(peers, values, each[0].bits).seconds / step_seconds))
+    methods = methods_for(fragments, overlap)
+    inner_steps = max(overlap + 1, fragments, round(round_of(peers, values, methods[0].bits).seconds / step_seconds))
     setting, places = SwarmSetup(values, inner_steps, step_seconds), list(map(place_in, names))
-    found = asyncio.run(measure(each, setting, places, turns, cycles))
-    rows = [row_of(series, forecast(series.way.plan(peers, values, inner_steps))) for series in found]
+    found = asyncio.run(measure(methods, setting, places, turns, cycles))
+    rows = [row_of(series, forecast(series.method.plan(peers, values, inner_steps))) for series in found]
     links = f"{link / 1e6:.0f} Mbit/s, {latency * 1e3:.0f} ms there and back"
     cycle = f"{values / 1e6:g} M values, {inner_steps} inner steps of {step_seconds:g} s"
     title = f"utilisation: {len(names)} peers, {links}, {cycle}"

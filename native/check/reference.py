@@ -44,8 +44,8 @@ def _linear(v: Floats, random: Integers | None) -> Integers:
 
 
 def _exponential(w: Floats, levels: Integers, random: Integers | None) -> Integers:
-    """Return the 4-bit code of each scaled value in `w`: the nearest of `levels`, or one of the two neighbouring
-    levels, chosen by `random`. Distances are those of t = |w| + max(|w|, 2)."""
+    """Return a 4-bit code for each scaled value in `w`: that of the nearest level, or with `random`, of one of the two
+    neighbouring levels. To measure distances, each magnitude x of a value or level is mapped to x + max(x, 2)."""
     magnitude = np.abs(w)
     t = (magnitude + np.maximum(magnitude, np.float32(2))).astype(np.float64)
     places = (levels + np.maximum(levels, 2)).astype(np.float64)
@@ -126,7 +126,7 @@ def encode_block(name: str, values: Floats, random: Integers | None) -> bytes:
         return header + _half_bytes(_linear((values - minimum) * inverse, random))
     levels = LEVELS[name[:4]]
     unit, inverse = _unit(absmax, int(levels[-1]))
-    # As in native/formats.h, e3m0's values and levels are doubled, so that near-ties are rounded as in the kernels.
+    # The kernels double e3m0's values before they round them (see native/formats.h), and so must this code.
     factor = 2 if name == "e3m0" else 1
     return unit.tobytes() + _half_bytes(_exponential(values * (factor * inverse), levels * factor, random))
 

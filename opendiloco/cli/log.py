@@ -88,7 +88,7 @@ def _verify(
     model: Path | None,
     tokenizer: Path | None,
 ) -> None:
-    """Compute the digests of a log again, and compare them. Nothing is changed.
+    """Compare a log's recorded digests with newly computed digests. Nothing is changed.
 
     The command checks all headers, the payloads that are kept, and the states that follow from these payloads and from
     a checkpoint or the run's initial model.

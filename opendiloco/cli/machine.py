@@ -268,7 +268,7 @@ def _install(system: bool, prints: bool, arguments: tuple[str, ...]) -> None:
     if "DILOCO_RUN" in os.environ:
         raise click.UsageError("DILOCO_RUN is set here, but the unit will not have it: give the run as an argument.")
     within = click.get_current_context().find_root()
-    # Raises UsageError if the command does not accept the arguments.
+    # `make_context` raises UsageError if `join` or `bootstrap` does not accept the arguments of the unit.
     checked = group.get_command(within, command).make_context(command, list(given), parent=within)
     if not system:
         Invite.parse(checked.params["run"])  # raises ManifestError for a wrong invite

@@ -95,7 +95,7 @@ def plan(run_toml: Path, links_toml: Path, json_file: Path | None) -> None:
 def tokenize(
     run_toml: Path, out: Path, source: int | None, tokens: Path | None, held_out: Path | None, dtype: str
 ) -> None:
-    """Write the text of RUN_TOML as a folder of token ids. Runs can use the folder as a source and skip tokenizing.
+    """Tokenize a source of RUN_TOML, and write the token ids to a folder. Runs can use this folder as a source.
 
     With --tokens and --held-out, the command checks and copies token ids that were made elsewhere.
     """
@@ -661,8 +661,7 @@ def _with_weights(
 
 
 def _rise(view: RunView, amendment: Amendment) -> str:
-    """Return a warning if an amendment raises the inner learning rate, as a second decay may do; otherwise return an
-    empty text."""
+    """Return a warning if an amendment raises the inner learning rate; otherwise return an empty text."""
     from opendiloco.config.overrides import Overrides
     from opendiloco.training.outer import inner_learning_rate_factor
 

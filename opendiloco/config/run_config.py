@@ -284,7 +284,7 @@ class _SnapshotsSection(Section):
 
 
 class _AdmissionSection(Section):
-    """The admission of peers to the run."""
+    """The admission of new peers, and their probation."""
 
     mode: Literal["open", "invite"] = "open"
     """`"open"` admits all peers; `"invite"` admits peers with a ticket (`diloco-peer invite create`)."""
@@ -314,7 +314,7 @@ class AboutSection(Section):
     link: Link | None = None
 
     def lines(self) -> list[str]:
-        """Return the words that are set, as text for people, in at most two lines."""
+        """Return the texts of this section in at most two lines, without the texts that are None."""
         licence = None if self.licence is None else f"licence {self.licence}"
         first, second = (self.title, self.description), (licence, self.contact, self.link)
         return [line for line in (": ".join(filter(None, first)), " · ".join(filter(None, second))) if line]
@@ -412,18 +412,18 @@ def _merged(old: Any, new: Any) -> Any:
     return old | {key: _merged(old.get(key), value) for key, value in new.items()}
 
 
-def misfit(positions: JsonValue, vocabulary: JsonValue, config: RunConfig, tokens: int) -> str | None:
-    """Return the reason, in one line, why a model cannot train on a run's windows and tokens; None if it can.
-
-    `positions` and `vocabulary` are the model's limits, and are not checked unless they are integers. `tokens` is the
-    size of the tokenizer.
-    """
+def misfit(max_positions: JsonValue, vocabulary_size: JsonValue, config: RunConfig, tokenizer_size: int) -> str | None:
+    """Return the reason, in one line, why a model with these limits cannot train on a run's windows or with its
+    tokenizer; None if it can. A limit of the model that is not an integer is not checked."""
     length = config.training.sequence_length
-    if isinstance(positions, int) and length > positions:
+    if isinstance(max_positions, int) and length > max_positions:
         return (
-            f"training.sequence_length = {length} is longer than model.config.max_position_embeddings = {positions}; "
-            "lower the first or raise the second"
+            f"training.sequence_length = {length} is longer than model.config.max_position_embeddings = "
+            f"{max_positions}; lower the first or raise the second"
         )
-    if isinstance(vocabulary, int) and vocabulary < tokens:
-        return f"model.config.vocab_size = {vocabulary} is smaller than the tokenizer's {tokens} tokens; raise it"
+    if isinstance(vocabulary_size, int) and vocabulary_size < tokenizer_size:
+        return (
+            f"model.config.vocab_size = {vocabulary_size} is smaller than the tokenizer's {tokenizer_size} tokens; "
+            "raise it"
+        )
     return None

@@ -44,7 +44,7 @@ def _check_link(value: str) -> str:
 # A manifest may come from a stranger. The bounds are far above any sensible value, and keep every number computed from
 # them within the range of the wire format, fp32 and the clocks.
 LARGEST_NUMBER = 1e30
-VALUES_LIMIT = 10**12  # most values (parameters) of a model
+VALUES_LIMIT = 10**12  # largest number of values (parameters) that a model may have
 Positive = Annotated[int, Field(ge=1, le=1_000_000)]
 StepCount = Annotated[int, Field(ge=0, le=10**9)]
 ValueCount = Annotated[int, Field(ge=1, le=VALUES_LIMIT)]

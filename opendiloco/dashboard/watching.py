@@ -425,8 +425,8 @@ def _plain_change(change: Change, run: Run) -> Plain:
 logger = logging.getLogger(__name__)
 
 LOOK_SECONDS = 0.5  # seconds between two checks for runs that are due for an update
-WATCHED_SECONDS = 2.0  # seconds between two updates of a run with an open page
-UNWATCHED_SECONDS = 30.0  # seconds between two updates of a run without an open page; only one such run at a time
+WATCHED_SECONDS = 2.0  # least seconds between two updates of a run with an open page
+UNWATCHED_SECONDS = 30.0  # least seconds between two updates of a run without an open page
 LOOK_LIMIT = 20.0  # seconds in which a run's heartbeats must arrive
 PAUSE_SECONDS = 0.05  # seconds left to other tasks between reading two slices of a long log
 PING_SECONDS = 15.0  # seconds between two comments that keep an idle event stream open
@@ -514,7 +514,7 @@ class RunWatch:
 
     def _publish(self) -> None:
         summary = self.history.summary()
-        # Raises if the summary cannot be JSON, so that the dashboard's list of runs shows the summary before instead.
+        # `dumps` raises if the summary cannot be JSON. The dashboard's list of runs then keeps the previous summary.
         json.dumps(summary, allow_nan=False)
         self.summary = summary
         if self.board.watchers or not self.board.sections:

@@ -257,8 +257,7 @@ class _Rows:
 
 
 class _SavedRows(_Rows):
-    """A reader of a folder written by `save_to_disk` of `datasets`, one document per row. The shards' numbers of rows
-    differ by at most one."""
+    """A reader of a folder written by `save_to_disk` of `datasets`, one document per row."""
 
     def __init__(self, section: SourceSection) -> None:
         self._section = section
@@ -543,7 +542,7 @@ def _json_tables(
             if wrong:
                 where = f"{_plain_name(file)}: row {wrong[0]} first, {len(wrong)} of {in_file} rows"
                 logger.warning("skipped rows that are not JSON objects in %s", where)
-    if not rows and not allow_full_read:  # with False, `datasets` needs a first table, from which it infers the types
+    if not rows and not allow_full_read:  # `datasets` passes False to infer the types, and then needs a table
         raise DataError(
             f"data.column = {section.column!r} is not in {section.source!r}."
             if keys

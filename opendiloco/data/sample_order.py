@@ -91,10 +91,10 @@ class Mixture:
             self._source[number], self._place[number] = source, dealt[source]
             dealt[source] += 1
 
-    def assign(self, numbers: Numbers) -> tuple[Numbers, Numbers]:
-        """Return the source of each number, and the number's index among all numbers of that source. Both arrays have
-        the shape of `numbers`."""
-        cycles, places = np.divmod(numbers, self.cycle)
+    def assign(self, sample_numbers: Numbers) -> tuple[Numbers, Numbers]:
+        """Return the text source (as its index) of each sample, and the sample's index among all samples of its source.
+        Both arrays have the shape of `sample_numbers`."""
+        cycles, places = np.divmod(sample_numbers, self.cycle)
         sources = self._source[places]
         return sources, cycles * self.shares[sources] + self._place[places]
 
@@ -122,12 +122,12 @@ class Mixtures:
         for mixture, (before, after) in zip(self._mixtures, pairwise(phases), strict=False):
             self._dealt.append(self._dealt[-1] + mixture.dealt(after.first - before.first))
 
-    def assign(self, numbers: Numbers) -> tuple[Numbers, Numbers]:
-        """Return the source of each number, and the number's index among all numbers of that source. Both arrays have
-        the shape of `numbers`."""
-        sources, positions = np.empty_like(numbers), np.empty_like(numbers)
-        for phase, here in _groups(np.searchsorted(self._firsts, numbers, side="right") - 1):
-            found, places = self._mixtures[phase].assign(numbers[here] - self._firsts[phase])
+    def assign(self, sample_numbers: Numbers) -> tuple[Numbers, Numbers]:
+        """Return the text source (as its index) of each sample, and the sample's index among all samples of its source.
+        Both arrays have the shape of `sample_numbers`."""
+        sources, positions = np.empty_like(sample_numbers), np.empty_like(sample_numbers)
+        for phase, here in _groups(np.searchsorted(self._firsts, sample_numbers, side="right") - 1):
+            found, places = self._mixtures[phase].assign(sample_numbers[here] - self._firsts[phase])
             sources[here], positions[here] = found, places + self._dealt[phase][found]
         return sources, positions
 
@@ -169,7 +169,7 @@ class Shuffled:
         self._windows_per_shard = windows_per_shard
         self._seed = seed
         self._prepare = prepare
-        self._following: dict[int, int] = {}  # by a visit's number (see `_visited`): number of the visit expected next
+        self._next_visit: dict[int, int] = {}  # by visit (the reading of one shard): the visit expected next
 
     @classmethod
     def whole(cls, windows: Windows, seed: int) -> Shuffled:
@@ -186,7 +186,7 @@ class Shuffled:
             chosen = _Permutation(self._windows_per_shard, self._seed, visit)(places[here])
             found = windows.read(chosen % windows.count)
             if self._prepare is not None:
-                self._prepare(self._visited(self._following.get(visit, visit + 1)))
+                self._prepare(self._visited(self._next_visit.get(visit, visit + 1)))
             return found
 
         return _read_by_key(visits, read)
@@ -195,7 +195,7 @@ class Shuffled:
         """Record the positions that will be read next, in this order, so that `read` prepares the right shard in
         advance."""
         visits = positions // self._windows_per_shard
-        self._following = dict(pairwise(dict.fromkeys(visits.tolist())))
+        self._next_visit = dict(pairwise(dict.fromkeys(visits.tolist())))
 
     def _visited(self, visit: int) -> int:
         """Return the number of the shard that is read in visit number `visit`, counted from 0 over all epochs."""

@@ -74,7 +74,8 @@ class _Files(Section):
 
     @property
     def digest(self) -> str:
-        """The result of `digest_of_tokens` for the two token files, computed from their description alone."""
+        """The result of `digest_of_tokens` for the two token files, computed from their recorded digests, without
+        reading the files."""
         return _digest_of_parts((self.dtype, part.tokens, part.digest) for part in self.parts.values())
 
 

@@ -208,7 +208,7 @@ class DiLoCo:
             if kind is None:
                 self._ranks.from_first(self._swarm.leave)
             else:
-                self._ranks.part()  # before this peer leaves, because other processes may wait for this process
+                self._ranks.part()  # other processes that wait for this process get an error before the peer leaves
                 if self._ranks.is_first:
                     self._swarm.leave()
         except BaseException:  # after an interrupt, leave at once, not at the round's end

@@ -387,8 +387,8 @@ class SwarmThread(threading.Thread):
                 watching.cancel()
 
     def worker_of(self, run: Run) -> LoopWorker:
-        """Return a worker for the caller's loop, with the run's initial weights. Raises: DataError if the given folders
-        do not fit the run's sources; also the errors of `initial_weights`."""
+        """Return a worker for the caller's loop, with the run's initial weights. Raises: DataError if the text folders
+        that the caller passed to `DiLoCo` do not fit the run's sources; also the errors of `initial_weights`."""
         if self._folders:
             run.with_data(self._folders)
         layout, vectors = initial_weights(run.config, layout_of(self._model))

@@ -166,7 +166,7 @@ def sized_skeleton(config: RunConfig) -> Any:
     `build_skeleton`; DataError if the run's tokenizer is a file that is missing."""
     tokenizer: Tokenizer = ByteTokenizer()  # a stand-in: the model's size does not depend on it
     if config.tokenizer.kind == "file":
-        tokenizer = build_tokenizer(config.tokenizer)  # the model may have too few ids for a ByteTokenizer
+        tokenizer = build_tokenizer(config.tokenizer)  # not a ByteTokenizer, which may have more tokens than the model
     return build_skeleton(config, tokenizer)
 
 

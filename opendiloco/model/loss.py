@@ -181,15 +181,15 @@ def check_document_mask(model: Any) -> None:
 # its logits, and torch.compile does not fuse it.
 
 LOGITS_AT_ONCE = {"cpu": 1 << 24, "cuda": 1 << 26}
-"""Most logits of a piece, by device. Each piece reads and writes the gradient of the head's weight once. That is slow
-compared with the rest of a GPU's work, so its pieces are larger, if they fit its memory."""
+"""Most logits computed at once (a piece), by device. Each piece reads and writes the gradient of the head's weight
+once. That is slow compared with the rest of a GPU's work, so its pieces are larger, if they fit its memory."""
 LEAST_LOGITS = 1 << 24
-"""Least logits of a piece, for a GPU with little free memory."""
-ONE_BY_ONE = (torch.Tensor.mul, torch.Tensor.div, torch.Tensor.float, torch.Tensor.tanh, torch.tanh)
+"""The least result of `fitting_logits`, for a GPU with little free memory."""
+ELEMENTWISE = (torch.Tensor.mul, torch.Tensor.div, torch.Tensor.float, torch.Tensor.tanh, torch.tanh)
 """Operations that models apply to logits: scaling (cohere, granite) and soft-capping (gemma2)."""
 
 Change = tuple[Callable[..., torch.Tensor], tuple[float, ...]]
-"""An operation in `ONE_BY_ONE`, and its numeric arguments after the logits."""
+"""An operation in `ELEMENTWISE`, and its numeric arguments after the logits."""
 
 _most: ContextVar[int] = ContextVar("_most", default=sys.maxsize)
 _without_pieces: WeakSet[Any] = WeakSet()
@@ -288,7 +288,7 @@ def _model_and_loss(
     if head is not None and (compiled is not None or flat.numel() > positions_at_once(head.out_features, flat.device)):
         with _head_skipped(head) as calls:
             output = model(**inputs)
-        if len(calls) == 1 and calls[0].stand_for(output.logits):
+        if len(calls) == 1 and calls[0].is_complete(output.logits):
             hidden = output.logits.flatten(0, 1)
             learns = torch.is_grad_enabled() or (compiled is not None and compiled.is_tried)
             changed = loss._replace(changes=tuple(calls[0].changes))
@@ -315,20 +315,21 @@ def positions_at_once(vocabulary: int, device: torch.device) -> int:
 
 
 def fitting_logits(device: torch.device, room: int) -> int:
-    """Return the most logits that a piece may have to fit into `room` bytes of a device's memory: a power of two, at
-    least LEAST_LOGITS."""
+    """Return the most logits to compute at once so that they fit into `room` bytes of a device's memory: a power of
+    two, at least LEAST_LOGITS."""
     fitting: int = 1 << max(1, room // LOGIT_BYTES).bit_length() - 1
     return min(max(LEAST_LOGITS, fitting), LOGITS_AT_ONCE[device.type])
 
 
 def limit_logits(device: torch.device, logits: int) -> None:
-    """Set the most logits in a piece on devices of this type, for the life of the process."""
+    """Set the most logits that are computed at once on devices of this type, for the life of the process."""
     LOGITS_AT_ONCE[device.type] = logits
 
 
 @contextmanager
 def in_pieces_of(positions: int) -> Iterator[None]:
-    """Limit the positions in a piece to `positions` within the context."""
+    """Limit the number of token positions whose logits are computed at once to `positions`, while the context is
+    open."""
     before = _most.set(positions)
     try:
         yield
@@ -362,24 +363,24 @@ def _head_skipped(head: torch.nn.Linear) -> Iterator[list[_LogitsRecord]]:
 
 
 class _LogitsRecord(TorchFunctionMode):
-    """A record of the operations, such as scaling, that a model applies to its logits. The model gets hidden states
-    in place of logits, and calls of the operations in `ONE_BY_ONE` on them are recorded instead of run."""
+    """A record of the ELEMENTWISE operations, such as scaling, that a model applies to its logits. They are recorded
+    instead of run, because the model gets hidden states in place of logits."""
 
     def __init__(self, hidden: torch.Tensor) -> None:
         super().__init__()
         self.hidden, self.version = hidden, hidden._version
         self.changes: list[Change] = []
 
-    def stand_for(self, logits: torch.Tensor) -> bool:
-        """Return True if `logits`, as the model returned them, are the recorded hidden states, unchanged by other
-        operations."""
-        return logits is self.hidden and logits._version == self.version
+    def is_complete(self, output: torch.Tensor) -> bool:
+        """Return True if the model applied only recorded operations to its logits. The model's `output` is then the
+        same tensor of hidden states, unchanged."""
+        return output is self.hidden and output._version == self.version
 
     def __torch_function__(
         self, operation: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         numbers = args[1:]
-        is_known = operation in ONE_BY_ONE and not kwargs and all(isinstance(one, int | float) for one in numbers)
+        is_known = operation in ELEMENTWISE and not kwargs and all(isinstance(one, int | float) for one in numbers)
         if not is_known or args[0] is not self.hidden:
             return operation(*args, **(kwargs or {}))
         self.changes.append((operation, tuple(numbers)))

@@ -83,8 +83,8 @@ def test_the_wire_is_drawn(two_namespaces: str, tmp_path: Path) -> None:
 def test_utilisation_reports_beside_the_plan(
     two_namespaces: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first, *_, last = utilisation.ways(2, 1)
-    monkeypatch.setattr(utilisation, "ways", lambda fragments, overlap: [first, last])
+    first, *_, last = utilisation.methods_for(2, 1)
+    monkeypatch.setattr(utilisation, "methods_for", lambda fragments, overlap: [first, last])
     figures = tmp_path / "figures.json"
     arguments = ["--namespaces", two_namespaces, "--values", "50000", "--fragments", "2", "--overlap", "1"]
     arguments += ["--step-seconds", "0.05", "--turns", "1", "--cycles", "1", "--json", str(figures)]
@@ -106,7 +106,7 @@ def test_swarms_are_held_against_the_bar_and_against_their_plan() -> None:
 
 
 def test_a_way_is_planned_as_its_swarm_trains() -> None:
-    diloco, streaming, overlapped, fewer_bits = utilisation.ways(4, 2)
+    diloco, streaming, overlapped, fewer_bits = utilisation.methods_for(4, 2)
     peers = (PeerGroup("peer", 2, 1e6, 1e6, 0.0, 1.0),)
     plans = [way.plan(peers, 4098, 20) for way in (diloco, streaming, overlapped, fewer_bits)]
     assert [plan.fragments for plan in plans] == [(4098,), *[(1024, 1025, 1024, 1025)] * 3]

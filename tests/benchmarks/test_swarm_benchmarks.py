@@ -218,10 +218,10 @@ def test_a_run_that_stands_still_until_the_end_stalls() -> None:
     for index in range(5):
         record.add(entry(index, "head", "state", float(index)))
     assert record.share_at_work == 1
-    record.ended_at = 20.0
+    record.measurement_ended_at = 20.0
     assert record.stalls == [16.0]
     assert record.share_at_work == pytest.approx(4 / 20)
-    assert churn.AppliedEntries(ended_at=20.0).share_at_work == 0
+    assert churn.AppliedEntries(measurement_ended_at=20.0).share_at_work == 0
 
 
 def test_no_benchmark_comes_to_the_end_of_its_run() -> None:
