@@ -103,7 +103,7 @@ def _used_by(process: psutil.Process) -> int:
 
 
 def _used_by_family() -> int:
-    """Return the bytes that the limited process and its descendants use."""
+    """Return the bytes of memory in use by the process that `cap_memory` limits and by its descendants."""
     assert _cap is not None
     root = psutil.Process(_cap[1])
     return sum(map(_used_by, (root, *root.children(recursive=True))))

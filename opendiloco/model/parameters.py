@@ -92,7 +92,7 @@ def _assign_fragments(
     model: torch.nn.Module, trained: Mapping[str, torch.nn.Parameter], streaming: StreamingSection
 ) -> tuple[int, ...]:
     """Return the fragment's number for each trained parameter. Raises: ManifestError if the settings ask for fragments
-    and the model has no blocks."""
+    and the model has no transformer blocks."""
     layers, parameters = streaming.layers_per_fragment, list(trained.values())
     if layers is None:
         return (0,) * len(parameters)

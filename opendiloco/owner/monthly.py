@@ -28,7 +28,9 @@ KEEP_SECONDS = 30.0
 PACE_SECONDS = SECONDS_A_DAY
 """Seconds over which the pace is averaged. A whole day includes hours without training, and keeps one download of the
 state from counting as a pace for the month."""
-NEAR = 0.9  # share of a limit from which the volunteer warns and sends smaller contributions, even at a low pace
+NEAR = 0.9
+"""Share of a monthly limit. Once it is used, the volunteer warns, even at a pace that would stay within the limit. For
+the upload limit, it then also sends smaller contributions."""
 SPENT = 0.98
 """Share of a limit at which the volunteer pauses. The rest is for the round under way, which is finished first."""
 KEPT_MONTHS = 4

@@ -32,7 +32,7 @@ LONGEST_HOLD = 60.0
 SHORTEST_HOLD = CALM_SECONDS + 2 * LOOK_SECONDS
 """Least seconds for which a volunteer that pauses for a condition keeps its place and memory. The end of a condition
 shows only after CALM_SECONDS, and joining again costs more than waiting."""
-NOTICED_SLEEP = 2.0  # shortest reported sleep in seconds, because two clocks that are read in turn differ a little
+NOTICED_SLEEP = 2.0  # a machine's sleep of fewer seconds is ignored, because it may be an error of measurement
 
 
 ASKED = "you asked for it"

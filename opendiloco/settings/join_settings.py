@@ -41,7 +41,7 @@ class Settings:
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """The description of one setting.
+    """The description of a command's setting: its key in the configuration file (`name`), option, type and limits.
 
     `kind` is the type of one value, also for a setting with several values. `shown` describes the default in words. A
     number is at least `least`, more than `above`, and at most `most`. `check` raises ValueError for a wrong value.

@@ -272,8 +272,8 @@ class ArchivedRun:
         return self.end != before
 
     async def _keep_next(self, donors: Sequence[str], beats: Sequence[Heartbeat]) -> bool:
-        """Fetch and store the next cycle, and return True. If few peers have signed its entries and more may still sign
-        them, store nothing and return False.
+        """Fetch and store the next cycle, and return True. If its entries have no certificate yet, but may still get
+        one, store nothing and return False.
 
         There must be room for a snapshot, too: only the next snapshot frees the payloads before the last one. Raises:
         FAILURES, LogFolderError, _NoRoomError.
@@ -552,8 +552,8 @@ def _in_health(run_id: str) -> Iterator[None]:
 # A run may be of any size, so its space is limited.
 DISK_SHARE = 0.9  # without --max-disk: share of the bytes, free or taken by archived runs, that these runs may take
 RUN_SHARE = 4  # divisor: one run may take a quarter of the disk space that all runs may take
-# Bytes of disk for all archived runs, below which a node warns. One run may use a quarter of them, which is enough for
-# a model of a million parameters.
+# A node warns if all archived runs together may use fewer bytes of disk than this. One run may use a quarter, which is
+# enough for a model of a million parameters.
 LEAST_ROOM = 64_000_000
 LEAST_FREE = 1_000_000
 """Free bytes below which a disk counts as full."""
@@ -567,7 +567,8 @@ class _DiskRoom:
     """A counter of the disk space of archived runs, with a limit. Each run has a subfolder, named by the run's id."""
 
     def __init__(self, folder: Path, limit: int | None = None) -> None:
-        """Limit all runs' disk space to `limit` bytes; None: to `DISK_SHARE`, because other programs need space."""
+        """Limit the disk space of all runs to `limit` bytes. None: to the share `DISK_SHARE` of the bytes that are free
+        or taken by archived runs."""
         self._folder = folder
         self._limit = limit
         self._taken: dict[str, int] = {}

@@ -250,7 +250,8 @@ def _check_signed_heads(folder: Path, run: Run, chain: Chain, findings: Findings
 
 
 def _check_payload(folder: Path, run: Run, entry: Entry, findings: Findings) -> Blocks | None:
-    """Return an entry's payload, or None if it is missing or damaged, and add a finding. Raises: OSError."""
+    """Add the finding that an entry's payload is verified, missing or wrong. Return the payload if it is verified, else
+    None. Raises: OSError."""
     wanted = entry.content.payload
     path = payload_path(folder / PAYLOADS, entry.index, wanted)
     try:

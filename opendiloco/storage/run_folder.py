@@ -1,4 +1,5 @@
-"""The folder with one peer's data of a run on this machine, its file of held-out losses, and the journal."""
+"""The folder with one peer's data of a run on this machine, its file of held-out losses, and the journal, which is a
+file with the entries that the peer has applied."""
 
 from __future__ import annotations
 

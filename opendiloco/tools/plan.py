@@ -147,14 +147,14 @@ class PeerGroup:
 
 @dataclass(frozen=True)
 class _Round:
-    """The forecast of one round, with durations in seconds. Tuples have a value for each kind of peer: the number of
-    payloads received (`moved`) and `sent`, the seconds of its link's use (`busy`), and its contribution's format."""
+    """The forecast of one round, with times in seconds. Tuples have a value for each kind of peer: the number of
+    payloads `received` and `sent`, the time in which its link is `busy`, and the upload of its contribution."""
 
     arithmetic: float
     delays: float
     transfer: float
     payload_bits: float
-    moved: tuple[float, ...]
+    received: tuple[float, ...]
     sent: tuple[float, ...]
     busy: tuple[float, ...]
     sending: tuple[Sending, ...]
@@ -191,7 +191,7 @@ def round_of(
     delays = (DELAYS if len(names) <= OPEN_LIMIT else DELAYS_OF_MORE) * sum(furthest) / 2
     arithmetic = values / encoded + values / STEPPED
     allowed = None
-    sending, moved, sent, busy = list[Sending](), list[float](), list[float](), list[float]()
+    sending, received, sent, busy = list[Sending](), list[float](), list[float](), list[float]()
     for _ in range(SETTLING):
         before, times = sending, [seconds_to_send(allowed, timing, overlap) for overlap in overlaps]
         chosen = [format_for(size, peer.uplink, time) for peer, time in zip(peers, times, strict=True)]
@@ -202,11 +202,11 @@ def round_of(
         shares = [size.share(sending[kind].format) for kind in kinds]
         able = [name for name, kind in zip(names, kinds, strict=True) if not sending[kind].format]
         dealt = deal(size.chunks, len(names), able if is_fair(able, names, len(names)) else names, rates)
-        moved = [payloads_moved(len(names), dealt.get(name, 0) / size.chunks) for name in names]
-        sent = [both - 1 + share for both, share in zip(moved, shares, strict=True)]
+        received = [payloads_moved(len(names), dealt.get(name, 0) / size.chunks) for name in names]
+        sent = [both - 1 + share for both, share in zip(received, shares, strict=True)]
         busy = [
             values * bits / LINK_SHARE * max(out / peers[kind].up, back / peers[kind].down)
-            for out, back, kind in zip(sent, moved, kinds, strict=True)
+            for out, back, kind in zip(sent, received, kinds, strict=True)
         ]
         thin = dict(zip(names, shares, strict=True))
         seconds = deadline(foreseen(dealt, names, rates, size.bytes, thin), timing)
@@ -221,7 +221,7 @@ def round_of(
         delays=delays,
         transfer=max(busy),
         payload_bits=values * bits,
-        moved=mean_of_kinds(moved),
+        received=mean_of_kinds(received),
         sent=mean_of_kinds(sent),
         busy=mean_of_kinds(busy),
         sending=tuple(sending),

@@ -224,11 +224,9 @@ class Residual:
         self._is_sent = False  # True from the encoding of a payload until its average is applied
 
     def to_add(self, format: int = 0, folder: Path | None = None) -> Vector | None:
-        """Return the vector of quantization errors to add to the pseudo-gradient, or None without error feedback. The
-        encoder then overwrites this vector with the new payload's errors.
-
-        Few volunteers need the vector, so a large one lies in a file in `folder`.
-        """
+        """Return the quantization errors to add to the next pseudo-gradient, which is then encoded in format number
+        `format`; None without error feedback. The encoder overwrites the returned vector with the new errors. A new
+        vector that is large lies in a file in `folder`, unless that is None."""
         before, self._share = self._share, share_made_up_for(self._codec, format)
         self._is_sent = True
         if not (before or self._share):

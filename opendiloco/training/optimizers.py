@@ -45,7 +45,7 @@ from peers.values.workload import SnapshotError
 # matrices.
 UNUSABLE = frozenset({torch.optim.Optimizer, torch.optim.LBFGS, torch.optim.SparseAdam, torch.optim.Muon})
 UNSHARDABLE = (torch.optim.Adafactor, torch.optim.Rprop)
-# Options that a run sets by other names, or that change how a machine computes but not the result.
+# Arguments of torch's optimizers that a manifest's `inner_optimizer.options` must not contain.
 RESERVED = frozenset({"params", "lr", "foreach", "fused", "capturable", "differentiable", "maximize"})
 
 FUSED_ON = {"cuda"}
@@ -242,8 +242,8 @@ class _Packed(NamedTuple):
 
     @classmethod
     def like(cls, tensor: torch.Tensor, kept: OptimizerState, is_signed: bool) -> _Packed:
-        """Return an object that has room in the place `kept` for this worker's part of a tensor, with values that are
-        not initialised. `is_signed` is true if the values may be negative."""
+        """Allocate pieces for this worker's part of a tensor: in main memory if `kept` is "host", else on the tensor's
+        device with 8 bits a value. Values are not initialised. They may be negative if `is_signed`."""
         count, device = local_part(tensor).numel(), tensor.device
         if kept == "host":
             is_pinned = device.type == "cuda"

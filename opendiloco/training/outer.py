@@ -116,7 +116,9 @@ class OuterState:
             kernels.outer_step(payload, theta, momentum, rate, coefficient)
             return
         kernels.gradient_step(payload, theta, rate)
-        if coefficient:  # add average / mu, because the last of `every` steps multiplies the momentum by mu
+        if coefficient:
+            # Divide the average by the coefficient now, because the next outer step that applies the momentum
+            # multiplies the momentum by the coefficient.
             kernels.accumulate(payload, 1 / coefficient, momentum)
 
     def learning_rate(self, index: int, overrides: Overrides = NO_OVERRIDES) -> float:
@@ -288,7 +290,8 @@ class OuterStepMeter:
         self._trained_at.clear()
 
     def taken(self, average: Payload, index: int, fragment: int, keeps_work: bool, overrides: Overrides) -> None:
-        """Start to measure a fragment's outer step, which has just been taken, if `on_outer_step` is set to a function.
+        """Start to compute the norms of the outer step that a fragment has just taken. Once all fragments are measured,
+        call `on_outer_step` with them; if it is None, compute nothing.
 
         If this machine `keeps_work` for a later cycle, the step does not include its contribution.
         """

@@ -84,7 +84,7 @@ class Work:
         return self.formats[fragment] if self.formats else 0
 
     def contributes_to(self, fragment: int) -> bool:
-        """Return True if the replica contributes to a fragment in this outer step."""
+        """Return True if the number `fragment` is in `fragments`, or if `fragments` is None."""
         return self.fragments is None or fragment in self.fragments
 
 

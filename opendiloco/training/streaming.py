@@ -38,7 +38,7 @@ class FragmentSchedule:
     all n.
 
     In the run's last cycle all fragments are due after all steps. Without this final synchronisation, theta would lose
-    the training of a fragment after its store.
+    the training of a fragment after it is stored.
 
     A fragment is stored the run's overlap before it is due, so that no average is awaited at the end of a cycle. There
     are two exceptions: in a cycle that begins with theta the replica has learned nothing before, and after the last
@@ -60,8 +60,8 @@ class FragmentSchedule:
         self._fragments = fragments
         self._alpha = streaming.mixing
         self._lead = streaming.overlap
-        self._taken = 0  # number of inner steps taken in all cycles
-        self._due: dict[int, int] = {}  # by fragment: the value of _taken at which to merge the fragment
+        self._steps_taken = 0  # number of inner steps taken in all cycles
+        self._due: dict[int, int] = {}  # by fragment: the value of `_steps_taken` at which to merge its average
 
     def begin(self, planned: int, steps: Iterator[object], overlap: int, goes_on: bool, is_last: bool) -> None:
         """Begin a cycle of `planned` inner steps. Each `next(steps)` takes one. `overlap` is in inner steps.
@@ -73,11 +73,11 @@ class FragmentSchedule:
             self._due.clear()
         self._lead_now = self._lead if goes_on and not is_last else 0
         self._planned, self._steps, self._is_last = planned, steps, is_last
-        self._overlap, self._began = overlap, self._taken
+        self._overlap, self._began = overlap, self._steps_taken
 
     def train_up_to(self, fragment: int, theta: Vector) -> bool:
-        """Take the inner steps before a fragment's store, and before each step merge the due fragments from `theta`.
-        Return False if a worker stopped before the last of these steps."""
+        """Take the inner steps until `fragment` must be stored for averaging. Before each step, merge from `theta` the
+        fragments whose overlap is over. Return False if a worker stopped before the last of these steps."""
         due = self._planned if self._is_last else -(-(fragment + 1) * self._planned // self._fragments)
         has_come = self._take_up_to(max(due - self._lead_now, 0), theta)
         if has_come and fragment in self._due:
@@ -88,25 +88,25 @@ class FragmentSchedule:
         """Write a fragment's weights to `local` for averaging, and plan to merge the fragment when the overlap is
         over."""
         self._store_weights(local, fragment)
-        self._due[fragment] = self._taken + self._overlap
+        self._due[fragment] = self._steps_taken + self._overlap
 
     def train_to_the_end(self, theta: Vector) -> bool:
-        """Take the inner steps after the last fragment's store, as `train_up_to` does. Return False if a worker stopped
-        early."""
+        """Take the cycle's remaining inner steps after the last fragment is stored, and merge as `train_up_to` does.
+        Return False if a worker stopped early."""
         has_come = self._take_up_to(self._planned, theta)
         assert next(self._steps, _ENDED) is _ENDED, "there are more inner steps than planned"
         return has_come
 
     def merge_what_is_due(self, theta: Vector) -> None:
-        for fragment in [fragment for fragment, due in self._due.items() if due <= self._taken]:
+        for fragment in [fragment for fragment, due in self._due.items() if due <= self._steps_taken]:
             self._merge(fragment, theta)
 
     def _take_up_to(self, offset: int, theta: Vector) -> bool:
-        while self._taken < self._began + offset:
+        while self._steps_taken < self._began + offset:
             self.merge_what_is_due(theta)
             if next(self._steps, _ENDED) is _ENDED:
                 return False
-            self._taken += 1
+            self._steps_taken += 1
         return True
 
     def _merge(self, fragment: int, theta: Vector) -> None:
@@ -155,7 +155,7 @@ class FragmentWork:
         self.residual = residual
         self._outlives_encoding = outlives_encoding
         self._copy: Vector | None = None  # a copy of the base, if theta has changed since the work began
-        self._is_base_needed = True  # False once the trained weights are encoded and the next work has a new base
+        self._is_base_needed = True  # True while a pseudo-gradient may still be computed from `base`
         self.begin_training(from_theta=True)
 
     def begin_training(self, from_theta: bool) -> None:
@@ -164,7 +164,8 @@ class FragmentWork:
             self.begin()
         self.is_encoded = False  # True once this peer's contribution is encoded
         self.is_captured = False  # True once the workers have stored the fragment for the first time
-        self.is_changed: bool | None = None  # True: an outer step has changed the fragment; None: undecided
+        # True: an outer step has changed the fragment; False: it is decided that no outer step does; None: undecided.
+        self.is_changed: bool | None = None
         self.begin_again()
 
     def begin_again(self) -> None:
@@ -191,8 +192,8 @@ class FragmentWork:
         self._copy = None
 
     def encode(self, rounding: Rounding, format: int = 0, folder: Path | None = None) -> None:
-        """Encode the pseudo-gradient (the base minus the trained weights), plus any residual, in format number
-        `format`. A large residual is kept in `folder`.
+        """Encode the base minus the trained weights in the codec's format number `format`. With error feedback, add the
+        last payload's quantization errors before. For `folder` see `Residual.to_add`.
 
         Raises: WorkerError if the trained weights are not finite.
         """
@@ -206,12 +207,8 @@ class FragmentWork:
             self._copy, self._is_base_needed = None, False
 
     def decide(self, is_changed: bool) -> bool:
-        """Record if an outer step has changed the fragment, and return True. If an earlier record stays valid, return
-        False, and record nothing.
-
-        The first record counts, with one exception: an outer step that is taken before the workers have stored the
-        fragment replaces the record that the fragment has not changed.
-        """
+        """Store `is_changed`, which is True if an outer step has changed the fragment, and return True. Keep an earlier
+        value and return False if that value is True, or if the fragment is already encoded."""
         if self.is_changed is not None and (self.is_changed or self.is_encoded):
             return False
         self.is_changed = is_changed

@@ -92,8 +92,8 @@ class _Trial:
         return computed
 
     def _attending(self, model: Any) -> Callable[..., Any]:
-        """Return a function that replaces the model's forward pass and uses the tried attention. If that fails before
-        the first block, the model's own attention is used."""
+        """Return a forward pass for the model that uses the tried attention. After an error before the first
+        transformer block, it repeats the pass with the model's own attention. Later errors are raised."""
         forward = model.forward
 
         def computed(*arguments: Any, **options: Any) -> Any:
@@ -178,18 +178,18 @@ def keep_compiled_if_it_works(replica: ModelReplica, team: Team, cache: Path | N
     compiled, loss = compiled_blocks(replica.model), replica.compiled_loss
     if not compiled:
         return ""
-    errors: list[Exception | None] = []  # for each attempt, the blocks' error, or None
+    block_errors: list[Exception | None] = []  # for each attempt to compile: the first error in a block, or None
 
     def attempt() -> Exception | None:
         trial = _Trial(replica)
         for windows in _trial_windows(replica, team.device):
             trial.loss(windows)
-        errors.append(trial.error)
+        block_errors.append(trial.error)
         return trial.error or (None if loss is None else loss.error)
 
     at_stage(COMPILING)
     problem = _tried_twice(team, cache, attempt)
-    if not problem or _works(team, errors[-1]):
+    if not problem or _works(team, block_errors[-1]):
         if loss is not None:
             loss.say_why_not()
         return ""
@@ -318,7 +318,8 @@ def fitting_micro_batch(replica: ModelReplica, piece: int, team: Team, trains: b
         one = taken(1)
         team.wait_for_all()  # no worker may count the memory of another worker's trial
         room = _free_memory(team) - _taken_later(replica, team, trains)
-        # If `reduces_once`, each worker needs this memory for all gradients, unsharded, until the last micro-batch.
+        # With `reduces_once`, each worker keeps the gradients of all parameters, unsharded, until a batch's last
+        # micro-batch. The trial does not, so their bytes are subtracted here.
         room -= VALUE_BYTES * replica.layout.size * replica.reduces_once
         if not team.smallest(room > 2 * one):
             return 1  # not even a trial with two windows is sure to fit
@@ -328,8 +329,8 @@ def fitting_micro_batch(replica: ModelReplica, piece: int, team: Team, trains: b
         length = replica.window_length - 1
         at_once = positions_at_once(replica.model.config.vocab_size, team.device) // length
         if 1 < at_once < fitting:
-            # Windows beyond `at_once` need no more memory for logits, but the head's gradient is then computed in
-            # pieces, whose sum needs memory once.
+            # Logits are computed for at most `at_once` windows at a time, so more windows need no more memory for
+            # logits. They need one buffer, however many they are, to add up the head's gradients (`added_up`).
             with in_pieces_of(length):
                 two, three = taken(2), taken(3)
             beyond = min(max(1, three - two), each)
@@ -347,11 +348,11 @@ other programs."""
 
 
 def enlarge_micro_batch(replica: ModelReplica, batch_size: int, team: Team) -> bool:
-    """Raise the micro-batch if more windows fit in memory. This is measured in real training passes, with compiled
-    blocks and the chosen attention.
+    """Raise the micro-batch if real training passes show that more windows fit in memory. Return False if a larger one
+    was tried and does not work; the caller must then compile for the old size again.
 
-    Return False if a larger one was tried and does not work; the caller must then compile for the old size again. Only
-    a single worker tries this. A worker that ran out of memory in a shared pass would leave the others waiting.
+    The passes use compiled blocks and the chosen attention. Only a single worker tries this. A worker that ran out of
+    memory in a shared pass would leave the others waiting.
     """
     proven = replica.micro_batch
     if team.device.type not in MEASURED_ON or proven is None or proven >= batch_size or team.size > 1:
@@ -388,7 +389,7 @@ def _fitting_as_trained(replica: ModelReplica, batch_size: int, at_once: int, te
     batch = np.tile(ids, (min(2 * at_once, batch_size), 1))
     try:
         with torch.random.fork_rng([team.device] if team.device.type == "cuda" else []):
-            replica.add_gradient(batch)  # not measured, because libraries allocate memory in it and keep it
+            replica.add_gradient(batch)  # not measured, because libraries allocate lasting memory at their first use
             replica.model.zero_grad(set_to_none=True)
             room = _free_memory(team) - _taken_later(replica, team, trains=True)
             peak = peak_while(lambda: replica.add_gradient(batch), team.device)
@@ -402,8 +403,8 @@ def _fitting_as_trained(replica: ModelReplica, batch_size: int, at_once: int, te
 
 
 def _taken_later(replica: ModelReplica, team: Team, trains: bool) -> int:
-    """Return the number of bytes that this worker will allocate after the trial: for moments if the replica `trains`,
-    and on the CPU also this worker's share of the peer process's memory."""
+    """Return the bytes of this worker's free memory that windows must leave for later: for moments if the replica
+    `trains`, and on the CPU also an equal share of the memory that the peer process needs."""
     trained, kept = replica.layout.size * trains // team.shards, replica.optimizer_state
     moments = moments_bytes(trained, kept)
     if team.device.type != "cpu":

@@ -120,20 +120,23 @@ def _check_speed(speed: _Speed | None, why_not: str = "") -> Finding:
 
 
 def _check_round(
-    plan: Plan, is_supposed: bool, is_measured: bool, monthly: tuple[float | None, float | None] = (None, None)
+    plan: Plan,
+    is_peer_assumed: bool,
+    is_speed_measured: bool,
+    monthly: tuple[float | None, float | None] = (None, None),
 ) -> Finding:
     """Return the finding on the duration and the traffic of a round with this machine, which is the first peer of
     `plan`.
 
-    `is_supposed`: the run has no other peers, and the plan assumes one like this machine. `is_measured`: this machine's
-    speed was measured, so a machine that is too slow is a failure, not a warning. `monthly` are the owner's limits in
-    bytes, up and down.
+    `is_peer_assumed`: the run has no other peers, and the plan assumes one like this machine. `is_speed_measured`: this
+    machine's speed was measured, so a machine that is too slow is a failure, not a warning. `monthly` are the owner's
+    limits in bytes, up and down.
     """
     outlook, peers = forecast(plan), plan.count
     own, training = outlook.peers[0], plan.training_seconds(plan.peers[0])
     sent, sent_a_day = own.sent_bits / 8, own.sent_bits / 8 / outlook.cycle_seconds * SECONDS_A_DAY
-    received = sum(each.payload_bits * each.moved[0] for each in plan.rounds) / 8
-    if is_supposed:
+    received = sum(each.payload_bits * each.received[0] for each in plan.rounds) / 8
+    if is_peer_assumed:
         others = "with one peer like this machine, since the run has no peer now"
     else:
         others = f"with {peers - 1} other{'s' * (peers != 2)}, if their links are like this one"
@@ -166,7 +169,7 @@ def _check_round(
         "sending_allowed_seconds": sending.allowed,
         "peers": peers,
     }
-    wrong = failed if is_measured else warned
+    wrong = failed if is_speed_measured else warned
     if own.joining is None:
         return wrong("round", f"{found}; it would never catch up with the others", "Use a faster link.", **values)
     if not own.cycles:
@@ -264,9 +267,9 @@ def _plan_among(
 
 
 class Examination:
-    """Examines this machine for a `join` with these settings and this key.
+    """Makes the checks of `diloco-peer doctor`: of this machine, the bootstrap nodes and, with an invite, the run.
 
-    Without an invite it covers the machine and the bootstrap nodes that the settings name.
+    Without an invite, the bootstrap nodes are those that the settings name.
     """
 
     def __init__(
@@ -351,7 +354,8 @@ class Examination:
             async with connected(self._key, self._addresses, listen, announce, links=links) as transport:
                 await self._examine_swarm(transport)
         except DilocoPeerError as lost:
-            if self._is_reported("bootstrap") or isinstance(lost, ManifestError):  # ManifestError: an invalid address
+            # A ManifestError means that the owner gave an invalid address.
+            if self._is_reported("bootstrap") or isinstance(lost, ManifestError):
                 raise
             self._report(check_bootstrap(self._nodes, lost))
             self._skip_until("memory", "the swarm is out of reach")
@@ -383,7 +387,7 @@ class Examination:
             self._report(failed_with("run", error))
             return None
         folder = None if self._ticket else RunFolder.at(run.run_id, self._key.peer_id, self._settings.state)
-        try:  # enter as `join` does, with the given ticket, or else with a stored one
+        try:  # ask for admission as `join` does: with the ticket in the settings, else with one stored in `folder`
             entered = await enter(transport, run, self._key, self._addresses, folder, self._ticket)
             found = "the run is open to all" if entered is None else "the run accepts the ticket"
             admission = passed("admission", found)
@@ -426,7 +430,9 @@ class Examination:
         bandwidth = self._bandwidth.within(self._settings.upload_limit, self._settings.download_limit)
         plan = _plan_among(self._run.config, skeleton, speed, bandwidth, self._latency, others)
         limits = self._settings.monthly_limits
-        self._report(_check_round(plan, is_supposed=not others, is_measured=bool(speed.steps), monthly=limits))
+        self._report(
+            _check_round(plan, is_peer_assumed=not others, is_speed_measured=bool(speed.steps), monthly=limits)
+        )
 
     def _gpus(self, torch: Torch | None) -> tuple[Gpu, ...]:
         """Return the GPUs on which `join` would train, or none if it would train on the CPU. Raises: MachineError."""

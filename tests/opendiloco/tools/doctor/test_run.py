@@ -134,7 +134,7 @@ def thin(up: float) -> Plan:
     ],
 )
 def test_a_round(planned: Plan, is_measured: bool, verdict: Verdict, says: str) -> None:
-    assert_finding(_check_round(planned, is_supposed=False, is_measured=is_measured), verdict, says)
+    assert_finding(_check_round(planned, is_peer_assumed=False, is_speed_measured=is_measured), verdict, says)
 
 
 @pytest.mark.parametrize(
@@ -146,11 +146,11 @@ def test_a_round(planned: Plan, is_measured: bool, verdict: Verdict, says: str) 
     ],
 )
 def test_a_monthly_limit(monthly: tuple[float | None, float | None], verdict: Verdict, says: str) -> None:
-    assert_finding(_check_round(plan(), is_supposed=False, is_measured=True, monthly=monthly), verdict, says)
+    assert_finding(_check_round(plan(), is_peer_assumed=False, is_speed_measured=True, monthly=monthly), verdict, says)
 
 
 def test_where_nobody_is_one_peer_like_this_machine_is_supposed() -> None:
-    found = _check_round(plan(others=1), is_supposed=True, is_measured=True)
+    found = _check_round(plan(others=1), is_peer_assumed=True, is_speed_measured=True)
     assert_finding(found, PASS, "with one peer like this machine, since the run has no peer now")
     sent, cycle = found.values["sent_bytes"], found.values["outer_step_seconds"]
     assert isinstance(sent, float)

@@ -46,13 +46,13 @@ def test_a_codecs_bits_have_their_share_of_its_blocks_headers() -> None:
 @pytest.mark.parametrize("count", [2, 4, 8])
 def test_equal_links_carry_the_bound_of_any_all_reduce(count: int) -> None:
     found = round_of([peer(count=count)], VALUES, 8)
-    assert found.moved == pytest.approx([2 * (count - 1) / count], rel=0.02)
+    assert found.received == pytest.approx([2 * (count - 1) / count], rel=0.02)
     assert found.transfer == pytest.approx(2 * (count - 1) / count * 8e8 / (LINK_SHARE * 200 * MBIT), rel=0.02)
 
 
 def test_a_slow_link_reduces_nothing_and_still_sends_and_gets_a_payload() -> None:
     found = round_of([peer(20), peer(200, count=3)], VALUES, 8)
-    assert found.moved[0] == 1
+    assert found.received[0] == 1
     assert found.transfer == pytest.approx(8e8 / (LINK_SHARE * 20 * MBIT))
 
 
@@ -254,9 +254,9 @@ def test_a_thin_uplink_sends_the_first_format_that_it_carries_while_the_others_a
     assert [one.format for one in found.sending] == [format, 0]
     assert found.sending[0].allowed == pytest.approx(LEAST_PAYLOADS * 8e8 / (LINK_SHARE * 200 * MBIT))
     assert found.sending[0].seconds == pytest.approx(share * 8e8 / (LINK_SHARE * up * MBIT))
-    assert found.sent[0] == pytest.approx(found.moved[0] - 1 + share)
+    assert found.sent[0] == pytest.approx(found.received[0] - 1 + share)
     if format:
-        assert found.moved[0] == 1, "it reduces nothing"
+        assert found.received[0] == 1, "it reduces nothing"
         assert found.transfer == pytest.approx((1 + 2 / 3) * 8e8 / (LINK_SHARE * 200 * MBIT), rel=0.02)
 
 
