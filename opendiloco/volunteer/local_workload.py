@@ -303,8 +303,8 @@ class TrainerWorkload(Generic[InnerTrainer_co]):
     def _workers_continue(self, work: FragmentWork) -> bool:
         """Return True if the workers know if an outer step has changed this fragment, and continue their training.
 
-        Their next pseudo-gradient is computed from the theta at which they continued, even if a later entry contains the
-        stored work.
+        Their next pseudo-gradient is computed from the theta at which they continued, even if a later entry contains
+        the stored work.
         """
         return self._index is not None and work.is_handed_over
 
