@@ -153,13 +153,13 @@ def export(out: Path | None, push_to: str | None, dtype: Dtype, **where: Any) ->
 def _commands(place: _Place, run: Run, past: History, dtype: Dtype) -> str:
     """Return the text of `export` commands that write the same model again, with words such as FOLDER in place of
     paths."""
-    from opendiloco.volunteer.states import command_line, from_peers
+    from opendiloco.volunteer.states import command_line, run_options
 
     options = own_words(place.data or (), place.own) + ([] if dtype == "float32" else ["--dtype", dtype])
     kept = command_line("export", "--from", "FOLDER", "--at", str(past.outer_steps), options, "--out", "model")
     if place.source is not None:
         return kept
-    newest = command_line("export", from_peers(run), options, "--out", "model")
+    newest = command_line("export", run_options(run), options, "--out", "model")
     return f"{newest}  # while outer step {past.outer_steps} is the newest\n{kept}"
 
 

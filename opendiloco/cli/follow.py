@@ -230,7 +230,7 @@ async def _use_model(
     import asyncio
 
     from opendiloco.evaluation_turns import bits_per_byte
-    from opendiloco.volunteer.states import command_line, export_state, from_peers, warn_of_other_text
+    from opendiloco.volunteer.states import command_line, export_state, run_options, warn_of_other_text
 
     loss: float | None
     bits: float | None
@@ -241,7 +241,7 @@ async def _use_model(
         warn_of_other_text(held_out)
     else:
         made, words = folder / f"outer-step-{reached.index:06}", own_words(plan.data, plan.own)
-        again = command_line("follow", from_peers(run), words, "--export", "models", "--until", str(reached.index))
+        again = command_line("follow", run_options(run), words, "--export", "models", "--until", str(reached.index))
         facts = await export_state(run, past(), model, made, again)
         loss, bits, place = facts.held_out_loss, facts.bits_per_byte, await asyncio.to_thread(_deliver, made, plan)
     found = [] if loss is None else [f"held-out loss {loss:.4f} nats per token"]

@@ -32,8 +32,8 @@ class Amended:
 
     @classmethod
     def seen_in(cls, run: Run, heartbeats: Iterable[Heartbeat], chronicle: Chronicle | None = None) -> Amended:
-        """Return the amendments that heartbeats name, except those without the organiser's signature. With a
-        `chronicle`, its log determines the amendment in force."""
+        """Return the organiser's signed amendments that heartbeats name. With a `chronicle`, the amendment in force is
+        that of its log, otherwise that of the peer whose log counts the most tokens."""
         beats = sorted(heartbeats, key=lambda beat: (beat.lineage_tokens, beat.sequence), reverse=True)
         organiser = run.manifest.organiser
         known = {
@@ -57,7 +57,8 @@ class Amended:
         return [*lines, f"waits for an entry: {amendment_in_words(self.proposed)}"] if self.proposed else lines
 
     def plain(self, config: RunConfig) -> dict[str, Any]:
-        """Return all values that amendments can change, and both amendments, as JSON values."""
+        """Return all present values that amendments can change, the amendment in force, and the proposed amendment, as
+        JSON values."""
         return values_in_force(config, self.in_force) | {
             "amendment": plain_amendment(self.in_force),
             "proposed": plain_amendment(self.proposed),

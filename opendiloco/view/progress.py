@@ -291,7 +291,8 @@ def _stage_line(stage: str, work: _Work) -> str:
 
 
 def _how_far(work: _Work) -> str:
-    """Return a phase's progress in words: the share done and the time left, or the seconds so far, or an empty text."""
+    """Return, in words, the share of a phase that is done, and the time left if known. If the share is unknown, return
+    the time since the phase began, or an empty text in the first second."""
     if work.share is None:
         return f"({duration(work.seconds)})" if work.seconds >= 1 else ""
     left = f", about {duration(work.left)} left" if work.left is not None and work.share < 1 else ""

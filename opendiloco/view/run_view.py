@@ -32,9 +32,9 @@ if TYPE_CHECKING:
 
 FINISHED = "finished"
 OPEN, BEHIND_NAT, UNKNOWN = "open", "NAT", "-"
-LARGEST_LOSS = 100.0  # limit for losses that peers report
-LARGEST_RATE = 1e12  # limit for reported tokens a second, so that the sum of all rates stays finite
-LARGEST_STEP = 2**50  # limit for reported outer steps, so that JavaScript represents them exactly
+LARGEST_LOSS = 100.0  # reported losses are clamped to ± this limit, in nats per token
+LARGEST_RATE = 1e12  # reported tokens a second are clamped to this limit, so that their sum stays finite
+LARGEST_STEP = 2**50  # reported outer steps are clamped to this limit, which JavaScript represents exactly
 
 
 # One peer ---------------------------------------------------------------------------------------------------------
@@ -339,6 +339,6 @@ def signed_lines(signed: SignedHeads) -> list[str]:
 
 
 def plain_signed(signed: SignedHeads) -> dict[str, object] | None:
-    """Return the newest head that archives have signed as JSON values, or None."""
+    """Return, as JSON values, the newest head that archives have signed, or None if there is none."""
     newest = signed.newest
     return None if newest is None else {"outer_step": newest.index, "log_digest": newest.head.hex()}

@@ -99,7 +99,7 @@ def _show_ticket(admission: RunAdmission, me: str, kept: Path | None, ticket: Ti
     if error := _refusal(admission, me):
         raise error
     if kept is not None and admission.ticket:
-        # A full disk is no error: the volunteer still has the ticket, and can give it again at the next start.
+        # If writing fails, the volunteer still has the ticket, and can give it again at the next start.
         with suppress(OSError), open(kept, "wb", opener=open_private) as file:
             file.write(admission.ticket)
 
@@ -152,7 +152,7 @@ async def ask_for_signed_heads(
         except FileNotFoundError:
             pass
         except (OSError, SignedHeadsError) as error:
-            logger.warning("%s is ignored: %s", path, error)
+            logger.warning("the file of signed heads %s is ignored: %s", path, error)
         transport.runs.on_heads = partial(_keep, path, run.run_id)
     with suppress(TimeoutError):
         async with asyncio.timeout(ASK_LIMIT):
@@ -163,7 +163,7 @@ def _keep(path: Path, wanted: str, run_id: str, packed: bytes) -> None:
     """Write `packed`, the newest list of signed heads or of revocations of the run `run_id`, to a file, if `wanted` is
     the same run id. Otherwise do nothing."""
     if run_id == wanted:
-        with suppress(OSError):  # other nodes keep a copy, so a full disk is no error
+        with suppress(OSError):  # if writing fails, other nodes still have the list
             write_whole(path, [packed])
 
 

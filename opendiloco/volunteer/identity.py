@@ -46,8 +46,8 @@ def usable_path(path: Path | None) -> Path:
 
 
 def load_identity(path: Path | None) -> Identity:
-    """Return the identity whose key is in the file `path` (None: the default file), without a lock on the file, so not
-    for a peer. If the file is missing, create it with a new key. Raises: IdentityFileError."""
+    """Return the identity whose key is in the file `path` (None: the default file), and create a missing file with a
+    new key. Peers use `hold_identity` instead, which also locks the file. Raises: IdentityFileError."""
     path = usable_path(path)
     identity = Identity.load_or_create(path)
     if path.stat().st_mode & 0o077:
@@ -75,8 +75,8 @@ def hold_identity(path: Path | None) -> Iterator[Identity]:
         yield identity
 
 
-LOOK = 0.5  # seconds between two checks for a copied key at the start
-LOOK_LATER = 2.0  # seconds between two checks for a copied key after the start
+LOOK = 0.5  # while this machine starts, seconds between two checks for another machine with its key
+LOOK_LATER = 2.0  # after this machine's start, seconds between two checks for another machine with its key
 
 
 @asynccontextmanager

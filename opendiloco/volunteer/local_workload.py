@@ -179,10 +179,11 @@ class TrainerWorkload(Generic[InnerTrainer_co]):
             raise
 
     def _begin(self, index: int) -> bool:
-        """Begin the training for outer step `index`. Return True if the workers continue from their present weights.
+        """Begin the training for outer step `index`. Return True if the workers continue from their present
+        weights, or False if they begin with theta.
 
-        They do so in a run that streams, if this training follows their last one and all of its fragments were handed
-        over. Otherwise they begin with theta.
+        They continue in a run that streams, if this training follows their last one and all of its fragments were
+        handed over.
         """
         follows = self._index is not None and self._ended_at == index - 1
         goes_on = follows and all(work.is_handed_over for work in self._fragments)
@@ -281,7 +282,7 @@ class TrainerWorkload(Generic[InnerTrainer_co]):
         work = self._fragments[fragment]
         average = work.codec.checked(payload)
         is_awaited = self._waits_for(index) and work.is_stored and work.is_changed is None
-        if (keeps_work or self._goes_on_with(work)) and not is_awaited:
+        if (keeps_work or self._workers_continue(work)) and not is_awaited:
             work.keep_base()
         else:
             work.drop_base()
@@ -290,7 +291,7 @@ class TrainerWorkload(Generic[InnerTrainer_co]):
 
     async def unchanged(self, index: int, fragment: int) -> None:
         work = self._fragments[fragment]
-        if not self._goes_on_with(work):  # otherwise a later entry may still contain this payload
+        if not self._workers_continue(work):  # otherwise a later entry may contain this peer's contribution
             work.residual.forget()
         async with self._state_lock:
             await self._decided(index, fragment, is_changed=False)
@@ -299,10 +300,11 @@ class TrainerWorkload(Generic[InnerTrainer_co]):
     def _waits_for(self, index: int) -> bool:
         return self._index is not None and index >= self._index
 
-    def _goes_on_with(self, work: FragmentWork) -> bool:
-        """Return True if the workers know the outcome of a fragment's outer step, and have continued to train from it.
+    def _workers_continue(self, work: FragmentWork) -> bool:
+        """Return True if the workers know if an outer step has changed this fragment, and continue their training.
 
-        From then on its theta is their base, even if a later outer step takes the stored weights.
+        Their next pseudo-gradient is computed from the theta at which they continued, even if a later entry contains
+        the stored work.
         """
         return self._index is not None and work.is_handed_over
 

@@ -89,8 +89,9 @@ class History:
         )
 
 
-def from_peers(run: Run) -> list[str]:
-    """Return the options that name the run and its peers, with placeholders such as KEY for a machine's own values."""
+def run_options(run: Run) -> list[str]:
+    """Return the options with which `diloco-peer` commands find the run, with the words ADDRESS and KEY in place of a
+    node's address and the user's key file."""
     key = ["--identity", "KEY"] if run.manifest.is_by_invitation else []
     return ["--run", run.run_id, "--initial-peer", "ADDRESS", *key]
 
@@ -308,8 +309,8 @@ def find_origin(
 
 
 def _only_run(folder: Path) -> Path:
-    """Return the only peer's folder of a run at or below `folder`, or `folder` itself if there is none. Raises:
-    CheckpointError if there are several."""
+    """Return the folder with a run's manifest: `folder` itself, or the only one at most two levels below it. If there
+    is none, return `folder`. Raises: CheckpointError if there are several."""
     if (folder / MANIFEST).exists():
         return folder
     found = sorted(folder.glob(f"*/{MANIFEST}")) or sorted(folder.glob(f"*/*/{MANIFEST}"))

@@ -72,9 +72,9 @@ ALONE = (
     "trained in it before, leave the run, and join again when one of them or an archive is online: if a run begins "
     "twice, only one beginning is kept"
 )
-HAND_OVER_SECONDS = 10.0  # seconds that a leaving volunteer waits until another machine has the newest outer step
+HAND_OVER_SECONDS = 10.0  # seconds after which a volunteer leaves even if no other machine has the newest outer step
 HAND_OVER_LOOK = 0.2  # seconds between two checks that another machine has the newest outer step
-LAST_SECONDS = 2.0  # seconds that the last volunteer waits to see whether others leave at the same time
+LAST_SECONDS = 2.0  # seconds that a leaving volunteer with the greatest id waits, as all others may leave too
 
 
 @dataclass(frozen=True)
@@ -310,7 +310,7 @@ class Volunteer:
             for failure in broken:
                 if self._leaving is None:
                     raise failure
-                # An error while leaving is only logged: systemd, for example, ends all processes of a service at once.
+                # Errors while leaving are only logged, because systemd may have killed this peer's child processes.
                 logger.debug("while leaving: %s", failure)
         finally:
             await cancel_and_wait(driving, *beside, *failures, *filter(None, [self._leaving]))
@@ -456,14 +456,15 @@ class Volunteer:
         return list(self._driver.peer.membership.live(now()).values())
 
 
-def _bytes_by_purpose(sent: int, received: int) -> dict[str, tuple[int, int]]:
-    """Return the numbers of bytes of bulk data that were sent and received, by purpose."""
+def _bytes_by_purpose(all_sent: int, all_received: int) -> dict[str, tuple[int, int]]:
+    """Return the bytes sent and the bytes received for "rounds", for "measuring" links, and for "serving", which has
+    the rest of `all_sent` and `all_received`."""
     counts = {
         "rounds": metrics.bytes_moved(metrics.ROUND_BYTES),
         "measuring": metrics.bytes_moved(metrics.MEASURING_BYTES),
     }
     known = [sum(directions) for directions in zip(*counts.values(), strict=True)]
-    return counts | {"serving": (max(0, sent - known[0]), max(0, received - known[1]))}
+    return counts | {"serving": (max(0, all_sent - known[0]), max(0, all_received - known[1]))}
 
 
 @asynccontextmanager

@@ -101,7 +101,7 @@ def assemble_model(
 
 def checkpoint_activations(model: Any) -> None:
     """Make each block compute its activations again in the backward pass. Raises: MachineError if the model cannot."""
-    # In transformers before version 5, this method is called gradient_checkpointing_enable.
+    # Version 5 of transformers renamed gradient_checkpointing_enable to activation_checkpointing_enable.
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     try:
         enable({"use_reentrant": False})

@@ -377,12 +377,10 @@ class Failed(Reply):
     traceback: str
 
 
-def patience(slowest_seconds: float | None) -> float:
+def patience(slowest_step: float | None) -> float:
     """Return the seconds for which a worker in training may send no report, and its collective operations may block.
-
-    `slowest_seconds` is the duration of its slowest inner step so far, or None before the first one.
-    """
-    return SETTING_UP if slowest_seconds is None else max(LEAST_PATIENCE, STEPS_OF_PATIENCE * slowest_seconds)
+    `slowest_step` is the duration of its slowest inner step so far, in seconds, or None before the first one."""
+    return SETTING_UP if slowest_step is None else max(LEAST_PATIENCE, STEPS_OF_PATIENCE * slowest_step)
 
 
 # Failures ------------------------------------------------------------------------------------------------------------

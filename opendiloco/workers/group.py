@@ -151,7 +151,7 @@ class WorkerGroup:
         request = supervisor.requests.add(carry_out)
         stored = await under_way.result(request, lambda: self._tell(EndInnerLoop(number=number)))
         if not self._has_rests:
-            await asyncio.shield(request)  # without overlap, return after the last inner step
+            await asyncio.shield(request)  # with an overlap, return before the last inner steps are taken
         return Trained(stored.samples, stored.tokens, stored.loss)
 
     def end_rest(self) -> None:
@@ -161,8 +161,8 @@ class WorkerGroup:
             self._tell(EndInnerLoop(number=self._trainings))
 
     async def take_average(self, fragment: int, is_changed: bool) -> None:
-        """Make the workers merge the average of a fragment that they have stored. If `is_changed`, `vectors.local`
-        holds the fragment's new values; otherwise there is nothing to merge."""
+        """Tell the workers if an outer step has changed a fragment that they have stored. If `is_changed`, they merge
+        its new values, in `vectors.local`, into their weights; otherwise they keep their weights."""
         self._tell(TakeAverage(number=self._trainings, fragment=fragment, is_changed=is_changed))
 
     def _tell(self, command: ControlMessage) -> None:  # a benchmark with a worker thread overrides this method
@@ -190,7 +190,8 @@ class WorkerGroup:
         await self._insist(command, Exported, workers=1)
 
     async def _insist(self, command: ControlMessage, answer: type[Answer], workers: int | None = None) -> Answer:
-        """Queue a command, send it again after each replacement of workers, and return the first worker's answer."""
+        """Queue a command to all workers, or to the first `workers` of them, and return the answer of worker 0. If the
+        workers are replaced meanwhile, send the command to the new ones."""
 
         async def ask() -> Answer:
             while True:

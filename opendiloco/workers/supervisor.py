@@ -86,8 +86,8 @@ class Supervisor:
         self._config = config
         self._options = options
         self.uncompiled = ""
-        """The reason why the present workers train uncompiled blocks although compiled ones would be faster; else
-        empty."""
+        """The reason why the present workers train uncompiled transformer blocks although compiled ones would be
+        faster; else empty."""
         self._lost: DilocoPeerError | None = None  # the error that made the supervisor kill the workers
         self._restarts = _Restarts(options.restarts)
         self._moving = asyncio.Lock()  # lock that a task holds while workers write or load moments
@@ -116,7 +116,7 @@ class Supervisor:
         self._is_closing = True
         await self.pool.close()
         await self.requests.idle()
-        await self.pool.close()  # ends workers that a request has started since the first close
+        await self.pool.close()  # a second time, because the last requests may have started new workers
         if self.memory_descriptor >= 0:
             os.close(self.memory_descriptor)
             self.memory_descriptor = -1
@@ -174,7 +174,8 @@ class Supervisor:
         return answers[0]
 
     def _report_compiling(self, answers: Sequence[Configured]) -> None:
-        """Record in a metric whether all workers train compiled blocks. If they should but do not, log the reason."""
+        """Record in a metric if all workers have compiled the model's transformer blocks. If they should have but have
+        not, log the reason."""
         COMPILED.set(min(answer.is_compiled for answer in answers))
         if self._options.compile is not False:  # False: the owner turned it off, or the compiler was too slow
             self.uncompiled = next((answer.uncompiled for answer in answers if answer.uncompiled), "")
@@ -229,7 +230,7 @@ class Supervisor:
             await self._replace_after(self._lost)
         try:
             if isinstance(command, RunInnerLoop) and command.goes_on and not self.pool.has_trained:
-                raise WorkersRestartedError  # the workers that could continue their training are lost
+                raise WorkersRestartedError  # these workers are replacements, with no training to continue
             is_training = isinstance(command, RunInnerLoop)
             with self._watchdog.watching(on_report) if is_training else nullcontext(on_report) as hear:
                 [answered, *_] = await self._exchange([command] * (workers or len(self.workers)), answer, hear)
@@ -246,8 +247,8 @@ class Supervisor:
         return answered
 
     async def _replace_after(self, error: DilocoPeerError) -> None:
-        """Start replacement workers, and start them again if they fail during the start. Load the kept moments into
-        them.
+        """Start replacements of workers that failed with `error`, and load the optimizer's `kept_moments` into them. If
+        they fail while they start, start others, until no restart is left.
 
         Raises: the error that makes a replacement impossible; the workers are dead then.
         """
@@ -286,8 +287,8 @@ class Supervisor:
             await asyncio.wait(unfinished, timeout=EXPLANATION_SECONDS)
         errors = [error for task in tasks if task.done() and (error := task.exception())]
         if errors:
-            # Prefer an expected error, because a collective operation fails with an unexpected one when another worker
-            # is gone.
+            # When one worker fails, collective operations of the others fail with unexpected errors. So raise an error
+            # that is in EXPECTED_ERRORS, if there is one.
             raise self._lost or min(errors, key=lambda error: isinstance(error, UnexpectedWorkerError)) from None
         return [task.result() for task in tasks]
 
@@ -368,8 +369,8 @@ class _WorkerPool:
     async def start(
         self, config: RunConfig, options: WorkerOptions, fresh: bool, watch_first: Watch, watch_other: Watch
     ) -> list[Configure]:
-        """Start one worker per device, and return each worker's `Configure` command. `watch_first` gets each stage that
-        the first worker reaches, and `watch_other` those of the other workers.
+        """Start one worker per device, and return each worker's `Configure` command. Call `watch_first` with the first
+        worker's stages, `watch_other` with the others'. If `fresh`, shared memory does not hold theta yet.
 
         The first worker starts before the others, because it counts the GPUs with torch.
 
@@ -526,7 +527,7 @@ class _Restarts:
                 self._fewer, self._has_halved = before // 2, True
             self._micro_batch = self._fewer
             logger.warning(
-                "%s The workers start again with %d windows at once instead of %d; --micro-batch %d begins so.",
+                "%s The workers start again with %d windows at once instead of %d. Next time, use --micro-batch %d.",
                 *(error.message, self._fewer, before, self._fewer),
             )
             return self._fewer

@@ -332,8 +332,8 @@ class Worker:
                 raise WorkerError(f"{type(command).__name__} is out of place here.", "This is a bug; report it.")
 
     def _carry_out_asides(self) -> None:
-        """If this is the only worker, carry out the commands that are queued during training. All of them write or load
-        the inner optimizer's moments."""
+        """Carry out the queued commands, which write or load the inner optimizer's moments. If there are several
+        workers, do nothing, because they do this between trainings."""
         if self._team.size > 1:
             return
         with suppress(queue.Empty):
@@ -482,9 +482,9 @@ class InnerLoops:
         time between the two counts as waiting for an average."""
         from opendiloco.training.team import forget_peak_memory, peak_memory
 
-        self._waited = self.idled if command.goes_on else 0.0  # seconds of waiting for averages
+        self._average_wait_seconds = self.idled if command.goes_on else 0.0
         self._held = self.idled = self._longest_average = 0.0
-        self._number, self._began, self._late = command.number, time.monotonic() - self._waited, 0
+        self._number, self._began, self._late = command.number, time.monotonic() - self._average_wait_seconds, 0
         forget_peak_memory(self._team.device)
         begin_with = self._vectors.local if command.from_local else self._vectors.theta
         inner_steps = self._replica.inner_steps(
@@ -510,7 +510,7 @@ class InnerLoops:
             waited_seconds=trained.waited_seconds,
             peak_memory_bytes=peak_memory(self._team.device),
             late_averages=self._late,
-            average_wait_seconds=self._waited,
+            average_wait_seconds=self._average_wait_seconds,
             longest_average_seconds=self._longest_average,
             overlap=command.overlap,
         )
@@ -550,7 +550,7 @@ class InnerLoops:
         if self._channel.average_of(fragment, number) is None:
             self._late += 1
             self._channel.wait_until(is_decided)
-            self._waited += time.monotonic() - began
+            self._average_wait_seconds += time.monotonic() - began
         if (average := self._channel.average_of(fragment, number)) is not None:
             self._longest_average = max(self._longest_average, average.heard_at - stored_at)
             if average.is_changed:
@@ -573,15 +573,15 @@ class InnerLoops:
         for step in inner_steps.every():
             if (seconds := time.monotonic() - began) > slowest:
                 slowest = seconds
-                # Before the first inner step this worker may wait hours for the others; now only as long as its slowest
-                # step so far allows.
+                # This worker may wait hours for the other workers before its first inner step. From then on, its
+                # slowest inner step determines the limit.
                 self._team.wait_at_most(control.patience(slowest))
             if step.number % COLLECTED_EVERY == 0:
                 gc.collect()
             if step.is_finite:
                 if self._team.rank == 0:
                     trained = step.samples * self._config.training.sequence_length
-                    seconds = time.monotonic() - self._began - self._held - self._waited
+                    seconds = time.monotonic() - self._began - self._held - self._average_wait_seconds
                     progress = control.InnerStepDone(
                         inner_step=step.number,
                         loss=step.loss,
