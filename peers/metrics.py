@@ -52,15 +52,15 @@ class Health:
         self._due[part] = seen, seen + within, lacking
 
     def failing(self, part: str, reason: str) -> None:
-        """Record that a part fails, until `recovered` or `forget` is called for it."""
+        """Record that a part of the process fails, until `recovered` or `forget` is called for it."""
         self._failures[part] = reason
 
     def recovered(self, part: str) -> None:
-        """Record that a part no longer fails."""
+        """Record that a part of the process, named `part`, no longer fails."""
         self._failures.pop(part, None)
 
     def forget(self, part: str) -> None:
-        """Remove a part that has ended, so that it needs no sign of life and does not fail."""
+        """Remove a part of the process that has ended, so that it needs no sign of life and does not fail."""
         self._due.pop(part, None)
         self._failures.pop(part, None)
 

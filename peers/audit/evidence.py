@@ -46,8 +46,8 @@ KEPT = 64
 KEPT_BYTES = 1 << 23
 """Bytes of kept proofs: eight of the longest, which contain a whole chunk."""
 LOOKED_AT = 16
-"""Proofs and late certificates of one sender that are checked in one cycle, besides proofs that a header names. Each
-costs some signature checks."""
+"""Proofs, and certificates of committed entries, that are checked of one sender in one cycle, besides proofs that a
+header names. Each costs some signature checks."""
 WANTED = 16
 """Maximum digests of named proofs that are accepted from any sender: enough for four proposals."""
 SHOWN_BYTES = 1 << 24
@@ -75,7 +75,8 @@ class ProofLimits:
     def __init__(self, pause: float) -> None:
         """Create the limits. `pause` is the seconds until a proof is shown to the same peer a second time."""
         self._pause = pause
-        self._looked_at = Counter[str]()  # number of each sender's checked proofs and late certificates
+        # by sender: number of its proofs, and certificates of committed entries, that this peer did not ask for
+        self._unasked = Counter[str]()
         self._misled = set[str]()  # senders of false proofs in this cycle
         self._wanted: dict[bytes, None] = {}
         # by peer and proof: number of times shown, time of the last in seconds
@@ -92,8 +93,8 @@ class ProofLimits:
         header's faults. Of other proofs, it checks LOOKED_AT of each sender in a cycle, and none after a false one."""
         if proof in self._wanted:
             return True
-        self._looked_at[sender] += 1
-        return sender not in self._misled and self._looked_at[sender] <= LOOKED_AT
+        self._unasked[sender] += 1
+        return sender not in self._misled and self._unasked[sender] <= LOOKED_AT
 
     def record_false(self, sender: str, proof: bytes) -> None:
         """Record that the sender has shown a false proof with this digest."""
@@ -124,7 +125,7 @@ class Evidence:
         self._pause = settings.timing.heartbeat_expiry
         self._statements = Statements(self._verifier)
         self._proven: OrderedDict[bytes, tuple[Fault, Position]] = OrderedDict()  # proven faults, by proof digest
-        self._proofs: OrderedDict[bytes, Known] = OrderedDict()  # stored proofs of some proven faults, by digest
+        self._proofs: OrderedDict[bytes, Known] = OrderedDict()  # by digest; if more than KEPT, the oldest is dropped
         self._limits = ProofLimits(self._pause)
         self._position: Position | None = None
 
@@ -194,7 +195,8 @@ class Evidence:
         return tuple(faults)
 
     def observe_farewell(self, peer: str, leaving: Leaving, lineage: Lineage) -> tuple[Fault, ...]:
-        """Remember a farewell of the incarnation in which the peer votes. Return the faults that it proves."""
+        """Remember a farewell, and return the faults that it proves. Ignore it if the log names another incarnation of
+        the peer."""
         if lineage.log.incarnations.get(peer) != leaving.incarnation:
             return ()
         run, incarnation, index = self._verifier.run, leaving.incarnation, leaving.departure
@@ -250,7 +252,7 @@ class Evidence:
         return peer in lineage.log.accountable and _is_timely(position, lineage)
 
     def _follow(self, lineage: Lineage) -> None:
-        """If the log's position is new, drop evidence that no entry can name any more, and reset the limits."""
+        """If the log's position is new, drop evidence that no entry can name any more, and begin new ProofLimits."""
         position = lineage.log.position
         if position == self._position:
             return
@@ -292,7 +294,7 @@ class Evidence:
         self._proven.move_to_end(fault.proof)
         self._proofs.setdefault(fault.proof, known)
         of_one = [digest for digest, known in self._proofs.items() if known.fault.peer == fault.peer]
-        # Keep the oldest three proofs against the peer, and the newest. This peer's headers name the oldest.
+        # Keep the newest proof against the accused, and the oldest three, since `provable` prefers the oldest.
         for digest in of_one[OF_ONE - 1 : -1]:
             del self._proofs[digest]
         while len(self._proofs) > KEPT or sum(len(known.data) for known in self._proofs.values()) > KEPT_BYTES:

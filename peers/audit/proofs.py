@@ -199,7 +199,7 @@ class TwoAverages(FaultProof):
 
 
 class TwoCommitments(FaultProof):
-    """A proof that a peer made two different commitments to its contribution of one training."""
+    """A proof that a peer signed two different commitments with the same `author`. An honest peer signs only one."""
 
     kind: ClassVar[Kind] = "commitments"
     author: Author

@@ -109,14 +109,14 @@ class _Recorder:
 
     def _note(self, trouble: str, index: int) -> None:
         """Log the reason `trouble` why entries from `index` on are not on the disk, but only once. If `trouble` is
-        empty, log that entries are written again."""
+        empty, log that the disk works again."""
         if trouble == self._trouble:
             return
         self._trouble = trouble
         if trouble:
             logger.warning("entries from %d on are not on the disk: %s", index, trouble)
         else:
-            logger.warning("entries from %d on are written to the disk again", index)
+            logger.warning("the disk works again: entries from %d on, and those missing before, are written", index)
 
     @property
     def _donors(self) -> list[str]:

@@ -129,7 +129,8 @@ class Rounds:
             self._host.handle(AverageRefuted(exchange.name, average.reducer, average.chunk))
 
     def follow(self) -> None:
-        """Release the data of rounds that are over. Mark the link as busy only while a round exchanges data."""
+        """Release the data of rounds that are over. Delay this peer's less urgent streams only while a round exchanges
+        data."""
         peer = self._host.peer
         if peer.is_exchanging:
             self._transport.no_round.rate = self.traffic.rate

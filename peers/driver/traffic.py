@@ -91,7 +91,8 @@ class Traffic:
         self._outgoing[send.round_name.position.fragment].send(send)
 
     def tidy(self, present: Collection[RoundName]) -> None:
-        """End the streams of all rounds that are not in `present`. Averages that other members miss are still sent."""
+        """Stop the exchange of all rounds that are not in `present`. But if this peer has the payload of such a round,
+        still send the round's averages to the members that wait for them."""
         of_fragment = {name.position.fragment: name for name in present}
         for fragment, outgoing in enumerate(self._outgoing):
             outgoing.tidy(of_fragment.get(fragment))

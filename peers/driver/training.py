@@ -111,7 +111,7 @@ class Training:
 
     def look(self) -> None:
         """Extend the health check's time limit while the workers wait for a round or for an average to be applied.
-        Workers whose work is late do not wait."""
+        Workers do not wait if their training began in an earlier cycle."""
         peer = self._host.peer
         is_late = peer.trainer.is_late(peer.log)
         are_open = all(round.state is RoundState.OPEN for round in peer.rounds.values())

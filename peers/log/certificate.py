@@ -232,7 +232,8 @@ def shortened(certificate: Certificate, log: LogState, header: Header) -> Certif
 def prove(
     certificate: Certificate, log: LogState, header: Header, verify: Verify, phase: Phase = Phase.COMMIT
 ) -> Support:
-    """Check that a certificate is valid for this header and phase, and return its support. `log` ends before the entry.
+    """Check a certificate for this header and phase. Return its `Support`: the number of signers, and True if they are
+    a quorum. `log` ends before the header's entry.
 
     Raises:
         CertificateError: it is of another header or phase, a signature is false, or there are too few.
@@ -265,7 +266,8 @@ def prove(
 
 
 def weigh(certificate: Certificate, log: LogState, header: Header) -> Support:
-    """Return the support that a certificate gives to its entry. The caller must have checked the signatures."""
+    """Return the `Support` of a certificate for this header: the number of signers, and True if they are a quorum.
+    `log` ends before the header's entry. The caller must have checked the signatures."""
     voters = electorate(log, header, certificate.group).voters
     signed = [voters[signer.place] for signer in certificate.signers]
     counted = [voter for voter in signed if log.last is None or log.counts(*voter)]

@@ -33,16 +33,19 @@ HEADER_LIMIT = 1 << 20  # maximum bytes of an entry, packed as a header, or in b
 
 
 class Turnout(Value):
-    """A roster in brief. In `members`, a range [first, last) stands for the members at these places in
-    `LogState.lease_places`. A Member stands for itself: it has no lease, or not the incarnation that the log expects.
+    """A roster in brief: `members` in order, and `deviations` of some of them from `LogState.expected`.
 
-    `less` describes the members in ranges that differ from `LogState.expected`, because they trained only a beginning
-    of their lease, were absent from some chunks, want other samples next, or sent another format. Its numbers are the
-    places in the roster since the last such member, the missing samples and tokens, the samples wanted, and the format.
+    In `members`, a range [first, last) means the peers at these places in `LogState.lease_places`. A Member is written
+    in full if it has no lease, or another incarnation than the log expects.
+
+    `deviations` describes the members in ranges that differ from `LogState.expected`, because they trained only a
+    beginning of their lease, were absent from some chunks, want other samples next, or sent another format. Its numbers
+    are the places in the roster since the last such member, the missing samples and tokens, the samples wanted, and the
+    format.
     """
 
     members: Annotated[tuple[tuple[Count, Count] | Member, ...], Field(max_length=MEMBER_LIMIT)]
-    less: Annotated[tuple[tuple[Count, Count, Count, Count, Count], ...], Field(max_length=MEMBER_LIMIT)] = ()
+    deviations: Annotated[tuple[tuple[Count, Count, Count, Count, Count], ...], Field(max_length=MEMBER_LIMIT)] = ()
 
     @classmethod
     def of(cls, log: LogState, roster: Sequence[Member]) -> Turnout:
@@ -51,7 +54,8 @@ class Turnout(Value):
         Raises:
             LogError: the log does not allow a member, such as one whose samples are of another peer's lease.
         """
-        members, less, last = list[tuple[int, int] | Member](), list[tuple[int, int, int, int, int]](), 0
+        members, last = list[tuple[int, int] | Member](), 0
+        deviations = list[tuple[int, int, int, int, int]]()
         for number, member in enumerate(roster):
             log.check_member(member)
             place = log.lease_places.get(member.peer)
@@ -62,13 +66,13 @@ class Turnout(Value):
             if member != expected:
                 samples = sample_count(expected.samples) - sample_count(member.samples)
                 tokens = expected.tokens - member.tokens
-                less.append((number - last, samples, tokens, member.wants, member.format))
+                deviations.append((number - last, samples, tokens, member.wants, member.format))
                 last = number
             if members and isinstance(run := members[-1], tuple) and run[1] == place:
                 members[-1] = run[0], place + 1
             else:
                 members.append((place, place + 1))
-        return cls(members=tuple(members), less=tuple(less))
+        return cls(members=tuple(members), deviations=tuple(deviations))
 
     def roster(self, log: LogState) -> tuple[Member, ...]:
         """Return the roster in full. `log` is the log before the roster's entry.
@@ -84,7 +88,7 @@ class Turnout(Value):
             if len(roster) > MEMBER_LIMIT:
                 raise LogError(f"a roster has at most {MEMBER_LIMIT} members")
         place = 0
-        for since, samples, tokens, wants, format in self.less:
+        for since, samples, tokens, wants, format in self.deviations:
             place += since
             if place >= len(roster) or tokens > roster[place].tokens:
                 raise LogError(f"the roster has no member {place} with {tokens} tokens to take off")
@@ -210,8 +214,8 @@ class Entry:
         return cls(header.index, header.digest, packed, True, state_digest, proof, header.fragment)
 
     def brief(self, log: LogState, header: Header) -> Entry:
-        """Return a copy of this entry that packs an `Outcome`, which omits the facts that `log` has, and not the full
-        `header`. Raises: LogError when the entry does not follow from `log`."""
+        """Return a copy of this entry that packs an `Outcome` in place of the full `header`. The Outcome omits all that
+        follows from `log`. Raises: LogError when the entry does not follow from `log`."""
         return replace(self, packed=pack(outcome_of(log, header)), is_whole=False)
 
     @property

@@ -352,7 +352,7 @@ class RunLog:
             if is_known:
                 return
             self._made.clear()
-        # store the entry even if the chain has it: another branch may have it, too, and differ in a later fragment
+        # Collect the whole cycle, even entries that are stored already: a later fragment's entry may be another.
         self._made[header.fragment] = entry, header
         if len(self._made) == self._chain.fragments:
             made, self._made = [self._made[fragment] for fragment in sorted(self._made)], {}
@@ -374,7 +374,7 @@ class RunLog:
             return
         log = self._chain.after(index - 1)
         assert log is not None
-        for header in headers:  # check all entries before any cycle is dropped
+        for header in headers:  # an invalid entry raises here, before `cut` removes stored cycles
             log = log.append(header)
         is_new = self._chain.entry(index) is None
         if not is_new:
@@ -414,7 +414,9 @@ class LogFolder(RunLog):
             if problem:
                 damaged = file.with_suffix(".damaged")
                 shutil.copyfile(file, damaged)
-                logger.warning("%s. The log now ends before it; a copy of the damaged file is %s", problem, damaged)
+                logger.warning(
+                    "%s. The log now ends before this line. The damaged file was copied to %s", problem, damaged
+                )
                 log._save()
         return log
 

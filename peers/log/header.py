@@ -194,12 +194,12 @@ class Position(Value):
         return f"{self.index}{fragment}:{self.head.hex()[:8]}"
 
     def is_in_cycle_of(self, other: Position) -> bool:
-        """Return True if both positions are in the same cycle of the same lineage."""
+        """Return True if both positions are in the same cycle of the same log."""
         return self is other or (self.index, self.head) == (other.index, other.head)
 
 
 def cycle_head(entries: Sequence[bytes]) -> bytes:
-    """Return the head of a lineage after a cycle, given the digests of the cycle's entries in fragment order."""
+    """Return the log's head after a cycle, given the digests of the cycle's entries in fragment order."""
     return entries[0] if len(entries) == 1 else digest_of(b"".join(entries))
 
 

@@ -87,8 +87,8 @@ class Lineage:
         return self.known_from > 1 and len(self._heads) < RECENT_ENTRIES
 
     def recall(self, index: int, heads: Sequence[bytes]) -> None:
-        """Add heads of consecutive cycles before the first known head. The last of them, after `index` cycles, must be
-        that head; otherwise they are of another lineage and are ignored."""
+        """Add older heads, of consecutive cycles. The last of `heads` is the log's head after `index` cycles: ignore
+        all if it is not the oldest head in this lineage."""
         room = RECENT_ENTRIES - len(self._heads)
         leads_here = index == self.known_from and self._heads and heads and heads[-1] == self._heads[0]
         if leads_here and room:
@@ -109,11 +109,11 @@ class Lineage:
         return tuple(self._heads)
 
     def move(self, log: LogState, theirs: Sequence[bytes], doubt: LogState | None = None) -> tuple[Header, ...]:
-        """Replace this lineage by another one, in which the peer begins at a snapshot, at the end of `log`.
-        `theirs` are that lineage's newest heads. `doubt` is its newest place at which a minority made an entry.
+        """Replace this lineage by that of `log`, a snapshot's log with the newest heads `theirs`. Return the entries of
+        the old lineage in cycles whose head is not in `theirs`.
 
-        Return the entries that this peer gives up: its own, of cycles that are not among `theirs`. Older entries than
-        `theirs` reaches may be in both lineages.
+        Entries before the oldest of `theirs` are not returned, since both lineages may have them. `doubt` is the newest
+        place in the new lineage at which a minority made an entry.
         """
         heads, place, end = list(theirs), -1, log.position
         if log.last is not None:
@@ -154,8 +154,8 @@ class Branch:
     certificates: Mapping[int, Certificate] = field(default_factory=dict)
 
     def doubt_before(self, index: int, ours: LogState | None = None) -> LogState | None:
-        """Return the log at the last place before `index` at which a minority made an entry alone, or None. `ours` is
-        the newest such place in this peer's own log. It is in the branch's log, too, if the branch starts after it."""
+        """Return the log at the last place before `index` at which a minority made an entry alone, or None. `ours`,
+        the newest such place in this peer's own log, counts if it is before the start of the branch."""
         is_in_both = ours is not None and ours.position.index < self.start.position.index
         doubts = (*((ours,) if is_in_both else ()), *self.doubts)
         return next((doubt for doubt in reversed(doubts) if doubt and doubt.position.index < index), None)
@@ -219,8 +219,8 @@ class Branch:
         return (ours, *self._weight(fragment)) > (theirs, *other._weight(fragment))
 
     def standing(self, signed: SignedHeads) -> int:
-        """Return the rank of the branch by the archives' signatures of heads after its start: see
-        `SignedHeads.standing`."""
+        """Return the highest index after the branch's start at which an archive has signed its head, or 0. Return -1
+        (CONTRADICTED) if a signed head differs from the branch's."""
         return signed.standing(self.heads, self.start.position.index)
 
     def contradiction(self, signed: SignedHeads) -> SignedHead | None:

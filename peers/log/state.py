@@ -84,7 +84,7 @@ def _grants(pool: SamplePool, samples_per_lease: int) -> dict[int, Lease]:
 class LogState:
     """The log as far as the next entry depends on it. Immutable; `append` returns the log with one more entry.
 
-    `last` is the closing entry of the last cycle, whose entries have the digests `ends`. `made` are entries of the
+    `last` is the last entry of the newest whole cycle, whose entries have the digests `ends`. `made` are entries of the
     present cycle. The next entry is that of `fragment`; see `of`. `state` is the digest of theta and momentum when the
     present cycle began: it does not follow from earlier headers.
     """
@@ -126,7 +126,7 @@ class LogState:
 
     @property
     def closes(self) -> bool:
-        """True if the next entry is of the last fragment. Only this closing entry names samples, and gives leases."""
+        """True if the next entry is of the last fragment. Only a cycle's last entry names samples, and gives leases."""
         return self.fragment == self.fragments - 1
 
     def is_closing(self, header: Header) -> bool:
@@ -146,7 +146,7 @@ class LogState:
     # Voters -------------------------------------------------------------------------------------------------------
     @property
     def roster(self) -> tuple[str, ...]:
-        """The peers in the roster of the last closing entry; empty before the first entry."""
+        """The peers in the roster of the newest whole cycle's last entry; empty in the first cycle."""
         return self.last.peers if self.last else ()
 
     @cached_property
@@ -340,7 +340,7 @@ class LogState:
         if member.samples and not self.closes:
             raise LogError(f"{member.peer}: only the entry that closes a cycle names trained samples")
         count = sample_count(member.samples)
-        if not self.closes:  # the entry names no samples, so the tokens are at most those of the lease, or of a grant
+        if not self.closes:  # `samples` is empty until the cycle's last entry, so allow a whole lease or grant
             lease = self.leases.get(member.peer)
             count = self.samples_per_lease if lease is None else sample_count(lease)
         tokens = count * self.tokens_per_sample
@@ -350,8 +350,8 @@ class LogState:
             raise LogError(f"{member.peer}: it wants {member.wants} samples; a lease has {self.samples_per_lease}")
 
     def has_trained(self, member: Member) -> bool:
-        """Return True if at least half of the tokens in a member's samples count; else the samples are trained
-        again."""
+        """Return True if at least half of the tokens in a member's samples are in the average (`member.tokens`).
+        Otherwise, the samples are trained again."""
         return 2 * member.tokens >= sample_count(member.samples) * self.tokens_per_sample
 
     def carried(self, roster: Sequence[Member], faults: Sequence[Fault] = ()) -> tuple[Assignment, ...]:
@@ -436,7 +436,7 @@ class LogState:
 def _closing(
     log: LogState, roster: tuple[Member, ...], faults: tuple[Fault, ...], gone: tuple[str, ...]
 ) -> dict[str, Any]:
-    """Return the header fields that only a closing entry has: the next leases, the samples left for later leases, the
+    """Return the header fields that only a cycle's last entry has: next leases, samples left for later leases, the
     tokens so far, the tenures, the excluded peers, and the bystanders. Cached, since a round needs them twice.
 
     Raises:

@@ -66,7 +66,7 @@ class Contribution(Value):
         return Sum(self.digest, self.squares)
 
     def author(self, peer: str, incarnation: int, position: Position) -> Author:
-        """Return the author of the commitment to this contribution."""
+        """Return the `Author` to name in the commitment to this contribution, with these values and `number`."""
         return Author(peer=peer, incarnation=incarnation, position=position, number=self.number)
 
     def signed(self, signature: bytes) -> Commitment:
@@ -92,7 +92,7 @@ class Norms(Value):
 
     @property
     def digest(self) -> bytes:
-        """The digest of both fields, and so of all fields of all contributions to a round."""
+        """The digest of `squares` and `rest`: of the squared norms, and of the contributions' other fields."""
         return digest_of(pack(self))
 
 

@@ -94,8 +94,8 @@ def _shown(plain: object) -> str:
 
 
 def unpack_message(run: str, data: bytes, log: LogState | None) -> Message | Unread | None:
-    """Return the message in these bytes. `log` is the receiver's log, if any. A message in brief can be read only with
-    the log at the message's position; without that log, return None for a Certified, and Unread for other kinds.
+    """Return the message in these bytes. `log` is the receiver's log, if any. Some kinds can be read only with the
+    log at the message's position; without that log, return None for a Certified, and Unread for other kinds.
 
     Raises:
         WireError: the bytes are no message of this protocol version and this run.
@@ -107,11 +107,10 @@ def unpack_message(run: str, data: bytes, log: LogState | None) -> Message | Unr
 def _understand(
     kind: type[Message], position: Position, values: Sequence[object], log: LogState | None
 ) -> Message | Unread | None:
-    """Return the message of this kind with these field values. `log` is the log at `position`; None if the receiver
-    does not have it. Then, if the message is in brief, return None for a Certified, and Unread for other kinds. Raises:
-    WireError."""
+    """Return the message of this kind with these field values. If `log`, the log at `position`, is None, but needed
+    to read them, return None for a Certified, and Unread for other kinds. Raises: WireError."""
     if log is not None:
-        return _read(kind, log.position, values, log)  # comparisons with the log's own position object are faster
+        return _read(kind, log.position, values, log)  # equal to `position`, but compared faster, as the same object
     if kind not in RELATIVE:
         return _read(kind, position, values, log)
     return None if kind is Certified else Unread(position=position)
@@ -172,8 +171,8 @@ class Packer:
         return packed
 
     def unpack(self, sender: str, data: bytes) -> Message | Unread | None:
-        """Return the message in these bytes, as `unpack_message` does. A Ready with the same bytes as the sender's last
-        Ready is not read again, since members repeat a Ready until they are answered. Raises: WireError."""
+        """Return the message in these bytes (None or Unread if it cannot be read: see `unpack_message`). If they repeat
+        the sender's last Ready, return the result of its first reading. Raises: WireError."""
         if self._here is not self._peer.log:
             self._here, self._read_here = self._peer.log, {}
         last, read = self._read_here.get(sender, (b"", None))

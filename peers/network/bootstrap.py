@@ -135,9 +135,9 @@ class _BootstrapNode:
 
     async def on_announcement(self, sender: str, payload: bytes) -> bytes:
         """Store an announced manifest on disk and in the DHT. Return the run's id. Raises: RefusalError."""
-        _spend(self._of_peers, sender, "you have")
+        _count_announcement(self._of_peers, sender, "you have")
         network = await self.transport.daemon.network_of(sender)
-        _spend(self._of_networks, network, f"your network, {network}, has")
+        _count_announcement(self._of_networks, network, f"your network, {network}, has")
         try:
             manifest = SignedManifest.unpack(payload)
             if self.store.knows(manifest.run_id):
@@ -190,11 +190,12 @@ class _BootstrapNode:
         metrics.RUN_LIVE_PEERS.labels(manifest.run_id).set(live)
 
 
-def _spend(allowances: Allowances, name: str, who: str) -> None:
-    """Count one announcement of a peer or a network. Raises: RefusalError if its allowance is used up."""
-    if not allowances.has_some(name, now()):
-        raise RefusalError(f"{who} announced many runs lately; try again in {1 / ANNOUNCEMENTS_RATE:.0f} seconds")
-    allowances.spend(name, 1.0)
+def _count_announcement(allowances: Allowances, announcer: str, you_have: str) -> None:
+    """Count an announcement by a peer or an IP network. Raises: RefusalError if its allowance is used up; the error's
+    message begins with `you_have`."""
+    if not allowances.has_some(announcer, now()):
+        raise RefusalError(f"{you_have} announced many runs lately; try again in {1 / ANNOUNCEMENTS_RATE:.0f} seconds")
+    allowances.spend(announcer, 1.0)
 
 
 def _is_publishing() -> None:

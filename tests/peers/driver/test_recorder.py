@@ -90,7 +90,7 @@ def test_a_disk_that_takes_nothing_is_told_of_once_and_when_that_changes_or_is_o
     assert [record.getMessage() for record in caplog.records if record.name == recorder_module.__name__] == [
         "entries from 0 on are not on the disk: cannot keep the run's log: No space left on device. Make room there.",
         "entries from 2 on are not on the disk: cannot keep the run's log: Read-only file system. Make room there.",
-        "entries from 3 on are written to the disk again",
+        "the disk works again: entries from 3 on, and those missing before, are written",
     ]
 
 
