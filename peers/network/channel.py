@@ -137,7 +137,7 @@ class Channel:
         await self._send(REFUSED + REASON_LENGTH.pack(len(text)) + text)
 
     async def refuse_chunks(self, reason: str) -> None:
-        """Send a refusal with this reason, and discard the chunks that the peer still sends, until it closes the stream.
+        """Send a refusal with this reason, and discard the chunks that the peer still sends until it closes the stream.
 
         Raises: EOFError when the peer has closed the stream, or has not closed it in time.
         """

@@ -223,7 +223,7 @@ class DhtMembership:
                     if await self._protocol.call_ping(peer_id) is not None:
                         return
             await self._daemon.drop_connection(peer)
-        # Test first which addresses answer, because after a failed dial the daemon may refuse to dial again for minutes.
+        # First test which addresses answer, because after a failed dial the daemon may not dial again for minutes.
         silent = {address for address in addresses if endpoint(address)} - await which_answer(addresses)
         answering = [address for address in addresses if address not in silent]
         if answering and await self._daemon.connect(peer, answering):

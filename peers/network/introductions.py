@@ -338,7 +338,7 @@ class Arranging:
 
     async def _begin(self, sock: socket.socket, peer: str, number: int, reach: Reach) -> bool:
         """Make a TLS connection on a socket that both ends have dialled. The peer with the smaller id sends the Hello,
-        and opens the conversations if `number` is even; otherwise the other does. Return True on success."""
+        and opens the conversations if `number` is even; otherwise the other peer does. Return True on success."""
         try:
             if self._links.me < peer:
                 connection = await greet(sock, self._links.credentials, peer, is_ours=number % 2 == 0, reach=reach)
