@@ -121,6 +121,6 @@ def test_a_node_that_learns_a_manifest_names_those_that_it_names() -> None:
     node = DhtNode(SimpleNamespace(protocol=SimpleNamespace(storage=storage)))
     transport = HivemindTransport(organiser, cast(Daemon, SimpleNamespace()), node, KnownRuns())
     transport.learn(manifest)
-    assert storage._named == {place: {organiser.peer_id, archive}}
+    assert storage._protected == {place: {organiser.peer_id, archive}}
     transport.forget(manifest.run_id)
-    assert storage._named == {}
+    assert storage._protected == {}
