@@ -136,10 +136,10 @@ class Channel:
         text = reason.encode(errors="replace")[:REASON_BYTES]
         await self._send(REFUSED + REASON_LENGTH.pack(len(text)) + text)
 
-    async def refuse_all(self, reason: str) -> None:
-        """Refuse a stream, and discard the data that the sender still sends. The connection cannot be used again.
+    async def refuse_chunks(self, reason: str) -> None:
+        """Send a refusal with this reason, and discard the chunks that the peer still sends until it closes the stream.
 
-        Raises: EOFError when the other side has closed it, or has not closed it in time.
+        Raises: EOFError when the peer has closed the stream, or has not closed it in time.
         """
         await self._send_refusal(reason)
         nowhere = memoryview(bytearray(DISCARDED_AT_ONCE))
@@ -320,17 +320,17 @@ class ChunkSender(Generic[Item]):
         self,
         header: bytes,
         following: Callable[[], Awaitable[Frame[Item] | None]],
-        answered: Callable[[Item, bool, float], None],
+        on_answer: Callable[[Item, bool, float], None],
     ) -> None:
-        """Send the chunks that `following` returns, until it returns None. Then wait until the receiver has answered
-        all chunks.
+        """Send the stream's header and the frames that `following` returns, until it returns None; await all answers.
+        Call `on_answer` with each item, True if the receiver accepted it, and the seconds that it occupied the stream.
 
-        `answered` is called with each item, whether it is taken, and the seconds of the stream that it took. The first
-        frames follow the header at once: on a long link, waiting for the verdict would take as long as they do.
+        The first frames follow the header at once: on a long link, waiting for the verdict would take as long as they
+        do.
 
         Raises: PeerUnreachableError when the other side refuses, and errors of the stream.
         """
-        reading = start_task(self._read_answers(answered))
+        reading = start_task(self._read_answers(on_answer))
         writing = start_task(self._write(header, following))
         try:
             done, _ = await asyncio.wait((reading, writing), return_when=asyncio.FIRST_COMPLETED)
@@ -361,7 +361,7 @@ class ChunkSender(Generic[Item]):
             await self._channel.send_frame(frame_header, data)
             self._written.release()
 
-    async def _read_answers(self, answered: Callable[[Item, bool, float], None]) -> None:
+    async def _read_answers(self, on_answer: Callable[[Item, bool, float], None]) -> None:
         try:
             await self._channel.read_verdict()
         except PeerRefusedError as error:
@@ -376,7 +376,7 @@ class ChunkSender(Generic[Item]):
             item, _, written_at = self._sent.popleft()
             self._look_for_room()
             began, answered_at = max(written_at, answered_at), now()
-            answered(item, is_taken, answered_at - began)
+            on_answer(item, is_taken, answered_at - began)
 
     def _look_for_room(self) -> None:
         count = len(self._sent)
@@ -407,7 +407,7 @@ async def receive_chunks(channel: Channel, admit: Callable[[str, bytes], Awaitab
     try:
         arrivals = await admit(channel.peer, header)
     except RefusalError as refusal:
-        await channel.refuse_all(str(refusal))
+        await channel.refuse_chunks(str(refusal))
     await channel.accept()
     while frame := await channel.read_frame_header():
         await channel.read_data(arrivals.expect(*frame))

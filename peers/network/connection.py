@@ -122,7 +122,8 @@ class Connection:
 
 
 async def greet(sock: socket.socket, credentials: Credentials, peer: str, is_ours: bool, reach: Reach) -> Connection:
-    """Send a Hello to `peer` over a socket, make the TLS handshake, and return the connection, which owns the socket.
+    """Send a Hello to `peer`, make a TLS handshake with our `credentials`, and return the connection. It owns `sock`.
+    With `is_ours`, only this end opens conversations on it; otherwise only the peer does.
 
     Raises: OSError; RemoteProtocolError when another peer answers.
     """

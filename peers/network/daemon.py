@@ -139,7 +139,7 @@ class Daemon(P2P):  # type: ignore[misc]  # hivemind has no types
             raise LocalNetworkError(
                 "libp2p's daemon listens at no address.", "Check the listening addresses and the firewall."
             ) from error
-        # An address through a relay may be longer than a heartbeat allows.
+        # Leave out addresses that are too long for a heartbeat, as addresses through relays may be.
         speakable = [address for address in visible if len(address) <= ADDRESS_LENGTH]
         self.addresses = tuple(sorted(speakable, key=lambda address: is_loopback(host_of(address)))[:ADDRESS_LIMIT])
 

@@ -93,7 +93,8 @@ class Hello(Value):
 
 
 class Splice(Value):
-    """The first message that asks a relay to join this connection with one of the same token and pair `number`."""
+    """The first message that asks a relay to join this connection with the other peer's connection of the same token
+    and `number`. Two peers use one token for several such pairs of connections, which they number from 0."""
 
     token: Token
     number: Annotated[int, Field(strict=True, ge=0, lt=64)]
@@ -138,7 +139,8 @@ async def _read_exactly(sock: socket.socket, count: int) -> bytes:
 
 
 class ProbeAnswer(Value):
-    """The answer to a probe: the sender's `endpoint`, as the node sees it, and the requested ports that are `open`."""
+    """A node's answer to a probe: the `endpoint` from which the probe came, and the requested ports at which the node
+    could connect to the prober (`open`)."""
 
     endpoint: Endpoint
     open: Annotated[tuple[Port, ...], Field(max_length=PROBED_PORTS)]

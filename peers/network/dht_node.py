@@ -107,7 +107,7 @@ class DhtNode:
     # Records in the DHT ---------------------------------------------------------------------------------------
     def keep_places(self, run_id: str, peers: Collection[str]) -> None:
         """Protect these peers' heartbeats in a run from replacement by other peers' heartbeats."""
-        self._storage.name(HIVEMIND.protocol.DHTID.generate(heartbeats_key(run_id)), peers)
+        self._storage.protect(HIVEMIND.protocol.DHTID.generate(heartbeats_key(run_id)), peers)
 
     def forget(self, run_id: str) -> None:
         """End the protection of a run's records. From now on they share memory with the records of all other runs."""
@@ -223,7 +223,7 @@ class DhtMembership:
                     if await self._protocol.call_ping(peer_id) is not None:
                         return
             await self._daemon.drop_connection(peer)
-        # After each failed dial the daemon waits longer, up to minutes, so only addresses that answer are dialled.
+        # First test which addresses answer, because after a failed dial the daemon may not dial again for minutes.
         silent = {address for address in addresses if endpoint(address)} - await which_answer(addresses)
         answering = [address for address in addresses if address not in silent]
         if answering and await self._daemon.connect(peer, answering):

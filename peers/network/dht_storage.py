@@ -141,21 +141,22 @@ class _BoundedStorage(DHTLocalStorage):  # type: ignore[misc]  # hivemind has no
         self._chance = chance or random.Random()
         self._favoured: dict[Any, _RecordBudget] = {}
         self._others = _RecordBudget(OTHERS_BYTES)
-        self._named: dict[Any, frozenset[Any]] = {}
+        self._protected: dict[Any, frozenset[Any]] = {}
 
     def favour(self, key: Any) -> None:
         self._favoured.setdefault(key, _RecordBudget(OWN_BYTES))
 
     def disfavour(self, key: Any) -> None:
-        """End a key's reserved memory. The key's records stay until they expire."""
+        """Stop reserving memory for a key. Its new records share memory with other keys' records; its present records
+        stay until they expire."""
         self._favoured.pop(key, None)
 
-    def name(self, key: Any, subkeys: Collection[Any]) -> None:
+    def protect(self, key: Any, subkeys: Collection[Any]) -> None:
         """Protect the records of these subkeys of a key from replacement, instead of the subkeys protected before."""
         if subkeys:
-            self._named[key] = frozenset(subkeys)
+            self._protected[key] = frozenset(subkeys)
         else:
-            self._named.pop(key, None)
+            self._protected.pop(key, None)
 
     def store(self, key: Any, value: Any, expiration_time: float, subkey: Any = None) -> bool:
         if subkey is not None:
@@ -182,10 +183,10 @@ class _BoundedStorage(DHTLocalStorage):  # type: ignore[misc]  # hivemind has no
         return is_stored
 
     def _choose_dropped(self, key: Any, records: Any) -> Any:
-        """Return a random subkey, whose record is dropped for a new one. It is from the newer half of `records`, which
-        are in order of arrival, and none of the subkeys that `name` protects."""
+        """Return the subkey of a record to drop for a new one: a random subkey from the newer half of `records`, which
+        are in order of arrival, except the subkeys protected by `protect`."""
         newer = [subkey for subkey, _ in records.items()][RECORDS // 2 :]
-        return self._chance.choice([one for one in newer if one not in self._named.get(key, ())])
+        return self._chance.choice([one for one in newer if one not in self._protected.get(key, ())])
 
 
 def bounded(storage: Any) -> _BoundedStorage:

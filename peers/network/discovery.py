@@ -78,8 +78,8 @@ class PeerDiscovery:
         self._call_due()
 
     async def publish(self, signed: bytes) -> bool:
-        """Send our signed heartbeat to other peers and, when due, store it in the DHT. Return False if the storing
-        failed. If this peer is leaving, wait until all calls are made.
+        """Start sending our signed heartbeat to other peers and, when due, store it in the DHT. Return False if the
+        storing failed. If this peer is leaving, also wait until the sending has ended.
 
         Raises: LocalProtocolError when the heartbeat is no newer than the one before.
         """

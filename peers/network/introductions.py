@@ -61,7 +61,7 @@ INTRODUCE, MEET = "introduce", "meet"  # names of the calls: from a peer to a no
 CALL_TIMEOUT = 20.0  # seconds for a node to introduce us to a peer; the node waits half as long for that peer's answer
 MEETING_TIMEOUT = 10.0  # seconds to wait for the other peer to request an introduction
 LOOK_INTERVAL = 15.0  # seconds between two checks of the nodes that introduce us
-MEETINGS = 32  # introductions at once that other peers have requested, at most
+MEETINGS = 32  # maximum number of peers to which we connect at the same time because they asked to be introduced to us
 INTRODUCING = 3  # nodes that a heartbeat names as introducing its peer, at most
 KNOWN = 64  # remembered nodes that introduce us or other peers, at most
 
@@ -274,8 +274,8 @@ class Arranging:
 
     # Introducing two other peers ------------------------------------------------------------------------------
     async def on_introduce(self, sender: str, payload: bytes) -> bytes:
-        """Introduce the sender to another peer that is connected to us: send each the other's endpoints, without those
-        at hosts from which the other is not connected to us."""
+        """Introduce the sender and another peer, both connected to this node: send the endpoints of each to the other.
+        An endpoint is left out if its owner is not connected to this node from the endpoint's host."""
         request = unpack_from(sender, _Introduce, payload)
         for peer in (sender, request.to):
             if request.to == sender or not self._links.is_up(peer):
@@ -303,13 +303,14 @@ class Arranging:
     ) -> None:
         """Connect to a peer that dials us at the same time: by hole punching; if that fails, by the relay at `node`."""
         pairs = zip(ports, public_only(theirs, node), strict=False)
-        attempts = (self._dial_at_once(peer, port, endpoint, place) for place, (port, endpoint) in enumerate(pairs))
+        attempts = (self._dial_at_once(peer, port, endpoint, number) for number, (port, endpoint) in enumerate(pairs))
         if not any(await asyncio.gather(*attempts)) and token is not None:
             numbers = range(connections)
             await asyncio.gather(*(self._splice(peer, node, Splice(token=token, number=number)) for number in numbers))
 
-    async def _dial_at_once(self, peer: str, port: int, endpoint: str, place: int) -> bool:
-        """Dial an endpoint from `port` until both routers let a connection through. Return True on success."""
+    async def _dial_at_once(self, peer: str, port: int, endpoint: str, number: int) -> bool:
+        """Dial an endpoint from `port` until both routers let a connection through, for PUNCH_TIMEOUT seconds at most.
+        Return True on success. The connection's `number` decides which end opens conversations on it."""
         loop = asyncio.get_running_loop()
         end = loop.time() + PUNCH_TIMEOUT
         while loop.time() < end:
@@ -322,7 +323,7 @@ class Arranging:
                 if not isinstance(error, TimeoutError):  # refused at once: the other peer does not dial yet
                     await asyncio.sleep(REFUSED_PAUSE)
                 continue
-            return await self._begin(sock, peer, place, Reach.PUNCHED)
+            return await self._begin(sock, peer, number, Reach.PUNCHED)
         return False
 
     async def _splice(self, peer: str, node: str, opening: Splice) -> None:
@@ -335,12 +336,12 @@ class Arranging:
         else:
             await self._begin(sock, peer, opening.number, Reach.RELAYED)
 
-    async def _begin(self, sock: socket.socket, peer: str, place: int, reach: Reach) -> bool:
-        """Make a TLS connection on a socket that both ends have dialled. The peer with the smaller id sends the Hello.
-        Return True on success."""
+    async def _begin(self, sock: socket.socket, peer: str, number: int, reach: Reach) -> bool:
+        """Make a TLS connection on a socket that both ends have dialled. The peer with the smaller id sends the Hello,
+        and opens the conversations if `number` is even; otherwise the other peer does. Return True on success."""
         try:
             if self._links.me < peer:
-                connection = await greet(sock, self._links.credentials, peer, is_ours=place % 2 == 0, reach=reach)
+                connection = await greet(sock, self._links.credentials, peer, is_ours=number % 2 == 0, reach=reach)
             else:
                 with closed_on_failure(sock):
                     async with asyncio.timeout(HELLO_TIMEOUT):

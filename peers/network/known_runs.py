@@ -264,9 +264,10 @@ class KnownRuns:
         return self._known[run].amendment if run in self._known else None
 
     async def answer_amendment(self, sender: str, payload: bytes) -> bytes:
-        """Store the amendment in an _AmendmentRequest if the run's organiser has signed it and it is newer than ours.
+        """Store the amendment that a request contains, if it is newer than ours. Return an empty answer.
 
-        Raises: RemoteProtocolError, RefusalError.
+        Raises: RemoteProtocolError; RefusalError if the run is unknown, its organiser has not signed the amendment, or
+        ours has the same number and another content.
         """
         request = unpack_from(sender, _AmendmentRequest, payload, REQUEST_BYTES)
         known, amendment = self._find(request.run), request.amendment

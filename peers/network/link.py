@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 CONNECTIONS = MOST + 8  # connections for one side's conversations (a round, messages, pulls), at most
 DIAL_PAUSE = 1.0  # seconds to wait for a new connection after dialling, before dialling again
-OPEN_TIMEOUT = 15.0  # seconds to get a connection for a conversation, or to read the name of a new one's protocol
+OPEN_TIMEOUT = 15.0  # seconds to get a connection for our conversation, or to read the protocol's name of the peer's
 BEST_FIRST = tuple(Reach)
 Serve = Callable[[str, Channel], Awaitable[None]]
 """(protocol, channel): handles a conversation that the other side has opened."""
@@ -80,7 +80,8 @@ class Link:
         return sum(one.is_ours for one in self.connections)
 
     def add(self, connection: Connection) -> None:
-        """Add a connection. If too many are for our conversations, close the new one; if for the peer's, the oldest.
+        """Add a connection. Each side has at most CONNECTIONS on which it opens conversations. If that is exceeded,
+        close the new connection if it is for our conversations, or the oldest connection for the peer's.
 
         A new certificate shows that the other side has started again, or is in another network. Then all earlier
         connections are closed, since they are dead and would not be noticed otherwise.

@@ -395,7 +395,8 @@ class _Way:
             self._is_dialling_for_peer = False
 
     async def _connect(self, endpoint: str, is_ours: bool) -> bool:
-        """Dial an endpoint of the peer, and add the connection to the link. Return False if the peer did not answer."""
+        """Dial an endpoint of the peer, and add the connection to the link. Return False if the peer did not answer.
+        With `is_ours`, only this side opens conversations on the connection; otherwise only the peer does."""
         self.dials += 1
         try:
             sock = await dial(endpoint, DIAL_TIMEOUT)

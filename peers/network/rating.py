@@ -49,7 +49,10 @@ class Rater:
         return self._is_free.is_set() and not self._measuring.locked()
 
     async def ask(self, channel: Channel) -> tuple[float, float]:
-        """Measure the link as `ask_rating` does. Raises also: TimeoutError; PeerRefusedError if this peer is busy."""
+        """Measure the link with the channel's peer. Return the upload and the download rate in bytes a second.
+
+        Raises: TimeoutError; PeerRefusedError if this peer is busy; the channel's errors.
+        """
         if not self.is_idle:
             raise PeerRefusedError(channel.peer, "this peer is busy now; measure again later")
         async with self._measuring, asyncio.timeout(LIMIT):

@@ -18,7 +18,7 @@ PIECE_SECONDS = 0.1  # seconds that one piece takes, at most, at a limited rate
 READING_PIECE = 1 << 20  # bytes that are read at once if the rate is not limited
 BURST = 0.05  # after an idle time, the bytes of this many seconds may pass at once, above the rate
 INTERVAL = 0.5  # seconds, at least, of an interval in which bytes are counted together, and of a measurement by `Lanes`
-IDLE = 1.0  # seconds; a longer time without a chunk does not count, since the link had nothing to carry
+IDLE = 1.0  # seconds; longer times without a chunk are left out when a round's rate is measured
 INTERVALS = 128  # intervals into which a round's bytes are counted, at most; each is longer than 0.5 s in a long round
 # A round's rate is the highest mean rate over a part of the round. That part is this fraction of the round, but has at
 # most this many seconds.
@@ -104,18 +104,18 @@ class LinkTime(asyncio.Event):
         super().__init__()
         self.rate = 0.0  # bytes a second that the link carries in rounds; 0: not known
         self._clock = clock
-        self._busy = 0.0
-        self._seen = self._next = clock()
+        self._in_rounds = 0.0
+        self._updated_at = self._next = clock()
         super().set()
 
     def set(self) -> None:
-        """Record that no round is under way."""
-        self._look()
+        """Set the event, because no round is under way any more."""
+        self._update_in_rounds()
         super().set()
 
     def clear(self) -> None:
-        """Record that a round is under way."""
-        self._look()
+        """Clear the event, because a round begins. Then `give_way` makes less urgent data wait."""
+        self._update_in_rounds()
         super().clear()
 
     async def give_way(self, count: int) -> None:
@@ -127,18 +127,19 @@ class LinkTime(asyncio.Event):
 
     def patience(self, count: int) -> float:
         """Return the seconds, at most, for which `count` bytes of less urgent data must wait for a round to end."""
-        self._look()
-        if self._busy < CROWDED or not self.rate:
+        self._update_in_rounds()
+        if self._in_rounds < CROWDED or not self.rate:
             return PATIENCE
-        self._next = min(max(self._seen, self._next) + count / (SHARE * self.rate), self._seen + PATIENCE)
-        return self._next - self._seen
+        self._next = min(max(self._updated_at, self._next) + count / (SHARE * self.rate), self._updated_at + PATIENCE)
+        return self._next - self._updated_at
 
-    def _look(self) -> None:
-        """Add the time since the last call to the average fraction of time spent in rounds."""
+    def _update_in_rounds(self) -> None:
+        """Update the average fraction of time spent in rounds by the time since the last update. All that time was
+        spent in a round if the event is not set, and outside rounds otherwise."""
         now = self._clock()
         present = 0.0 if self.is_set() else 1.0
-        self._busy = present + (self._busy - present) * math.exp((self._seen - now) / MEMORY)
-        self._seen = now
+        self._in_rounds = present + (self._in_rounds - present) * math.exp((self._updated_at - now) / MEMORY)
+        self._updated_at = now
 
 
 class RateMeter:
@@ -211,8 +212,8 @@ class RateMeter:
 
     @property
     def last(self) -> float:
-        """The link's rate in the last round, or in a later measurement, in bytes a second; 0: nothing measured yet. If
-        the round's chunks took less than half a second, it is their mean rate."""
+        """The link's rate in the last round, or in a later measurement, in bytes a second; 0: nothing measured yet. A
+        round's rate is the mean of its fastest part, or of the whole round if its chunks took less than 0.5 seconds."""
         if self._known_at > (self._began or 0.0):
             return self._known
         if not any(self._intervals):
@@ -241,7 +242,7 @@ class Lanes:
         self._least, self._most = fewest, most
         self._clock = clock
         self.count = self._fewest = fewest
-        self._rate = 0.0  # bytes a second to all members, measured with half of `count` connections; 0: not measured
+        self._rate_with_half = 0.0  # bytes a second to all members with half as many connections; 0: not measured
         self._is_settled = False
         self._rounds = 0
         self._settled_at: float | None = None
@@ -255,7 +256,7 @@ class Lanes:
         self.count = max(self.count, self._fewest)
         self._rounds += 1
         if self._rounds % LASTS == 0:
-            self._is_settled, self._rate = False, 0.0
+            self._is_settled, self._rate_with_half = False, 0.0
         self._began = self._settled_at = None
 
     def passed(self, count: int, has_more: bool) -> bool:
@@ -280,10 +281,10 @@ class Lanes:
             return False
         rate = self._bytes / seconds
         self._began = self._settled_at = None
-        if rate < GAIN * self._rate:
+        if rate < GAIN * self._rate_with_half:
             self.count, self._is_settled = max(self._fewest, self.count // 2), True
         elif self.count == self._most:
             self._is_settled = True
         else:
-            self._rate, self.count = rate, self.count * 2
+            self._rate_with_half, self.count = rate, self.count * 2
         return not self._is_settled

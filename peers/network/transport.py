@@ -275,7 +275,7 @@ class HivemindTransport:
         found = await self.discovery_of(run_id).heartbeats()
         self.runs.admissions.catch_up(self.call, run_id, found)
         self.runs.hear_heads(run_id, found)
-        is_eager = self.links.port > 0  # a client accepts no links, so it makes none in advance either
+        is_eager = self.links.port > 0  # a peer that accepts no connections makes links only when needed
         self.links.observe(contacts_of(found), is_eager)
         self.links.arranging.volunteers = open_volunteers(found, self.peer_id)
         self._unmet = {one.peer: one.addresses for one in found} if is_eager and len(found) > EAGER else {}

@@ -50,7 +50,8 @@ class Allowances:
         return allowance.has_some(now) and self._all.has_some(now)
 
     def spend(self, sender: str, amount: float) -> None:
-        """Subtract an amount from the sender's allowance, and from that of all senders together."""
+        """Subtract bytes, seconds or a count from the sender's allowance, and from that of all senders together. Either
+        may fall below zero."""
         self._all.spend(amount)
         if sender in self._senders:
             self._senders[sender].spend(amount)

@@ -41,7 +41,7 @@ REFRESH_SHARE = 0.4
 """Fraction of a heartbeat's lifetime between two signed heartbeats: short, so that a copied key is noticed in time."""
 STALE_SHARE = 0.8  # fraction of a signed heartbeat's lifetime after which its peer is asked for a new one
 AUDIENCE_LIMIT = 128  # maximum number of peers to which this peer sends beats
-NEW_AT_ONCE = 64  # calls at one time, at most, to peers that have confirmed no heartbeat of ours, and may be made up
+NEW_AT_ONCE = 64  # maximum number of calls at once to peers that may not exist, as they confirmed no heartbeat of ours
 PAUSE_FIRST, PAUSE_LAST = 1.0, 30.0  # seconds without calls to a silent peer: after its first failure, and the maximum
 # Limits on heartbeats handed out to one peer: bytes at once, and bytes a second. The limits for all peers together are
 # TOGETHER times as high.
@@ -60,21 +60,22 @@ class Audience:
         self._in_turn: tuple[str, ...] = ()
         self._confirmed: dict[str, int] = {}  # by peer: sequence of the heartbeat of ours that it confirmed
         self._under_way: set[str] = set()
-        self._pauses: dict[str, tuple[float, float]] = {}  # by peer: the pause's end, and its length in seconds
+        # by peer: the time on our clock until which the peer is not called, and the length of this pause in seconds
+        self._call_pauses: dict[str, tuple[float, float]] = {}
 
     def choose(self, others: Sequence[str], voters: Collection[str]) -> None:
         """Choose the peers to send beats to: voters first, then peers that answer, each group in the order of `others`
         (longest known first). Made-up peers are newer or do not answer, so a flood of them displaces no real peer."""
-        chosen = sorted(others, key=lambda peer: (peer not in voters, peer in self._pauses))[:AUDIENCE_LIMIT]
+        chosen = sorted(others, key=lambda peer: (peer not in voters, peer in self._call_pauses))[:AUDIENCE_LIMIT]
         self._in_turn, self.peers = tuple(chosen), frozenset(chosen)
         present = frozenset(others)
-        self._pauses = {peer: pause for peer, pause in self._pauses.items() if peer in present}
+        self._call_pauses = {peer: pause for peer, pause in self._call_pauses.items() if peer in present}
         self._confirmed = {peer: sequence for peer, sequence in self._confirmed.items() if peer in self.peers}
 
     def due(self, now: float) -> list[str]:
         """Return the peers to call now: those to which no call is under way and calls are not paused."""
         idle = [peer for peer in self._in_turn if peer not in self._under_way]
-        due = [peer for peer in idle if now >= self._pauses.get(peer, (now, 0.0))[0]]
+        due = [peer for peer in idle if now >= self._call_pauses.get(peer, (now, 0.0))[0]]
         room = NEW_AT_ONCE - sum(peer not in self._confirmed for peer in self._under_way)
         new = [peer for peer in due if peer not in self._confirmed][: max(0, room)]
         return [peer for peer in due if peer in self._confirmed] + new
@@ -92,23 +93,24 @@ class Audience:
         if `sequence` is None. `wants` is True if the peer must still get our signed heartbeat.
         """
         self._under_way.discard(peer)
-        self._pauses.pop(peer, None)
+        self._call_pauses.pop(peer, None)
         if wants:
             self._confirmed.pop(peer, None)
         elif sequence is not None and peer in self.peers:
             self._confirmed[peer] = sequence
 
     def failed(self, peer: str, now: float) -> None:
-        """Pause calls to a peer, longer after each failure. Drop its confirmation, because it may have restarted."""
+        """Pause calls to a peer, longer after each failure. The next call sends it our signed heartbeat again, because
+        it may have restarted."""
         self._under_way.discard(peer)
         self._confirmed.pop(peer, None)
-        length = min(PAUSE_LAST, 2 * self._pauses.get(peer, (0.0, PAUSE_FIRST / 2))[1])
+        length = min(PAUSE_LAST, 2 * self._call_pauses.get(peer, (0.0, PAUSE_FIRST / 2))[1])
         if peer in self.peers:
-            self._pauses[peer] = now + length, length
+            self._call_pauses[peer] = now + length, length
 
     def end_pause(self, peer: str) -> None:
         """End the pause in calls to a peer, because it has sent us a message."""
-        self._pauses.pop(peer, None)
+        self._call_pauses.pop(peer, None)
 
 
 class Call(NamedTuple):
@@ -165,7 +167,7 @@ class Beats:
             self._beat = Beat.of(heartbeat)
 
     def choose(self, voters: Collection[str], now: float) -> None:
-        """Choose the peers to send beats to from those that seem present, voters first."""
+        """Choose the peers to send beats to from `others`, voters first."""
         self.audience.choose(self.others(now), voters)
 
     def call_for(self, peer: str) -> Call | None:
@@ -188,7 +190,7 @@ class Beats:
         try:
             answer = unpack_from(peer, Answer, packed, ANSWER_BYTES) if packed else Answer(wants=False)
             for signed in answer.heartbeats:
-                self._take_answered(peer, signed, now, wall)
+                self._take_from_answer(peer, signed, now, wall)
         except RemoteProtocolError:
             self.audience.failed(peer, now)
             raise
@@ -256,8 +258,9 @@ class Beats:
             self.store.heard(heartbeat.peer, now)
         return is_new
 
-    def _take_answered(self, peer: str, signed: bytes, now: float, wall: float) -> None:
-        """Record a heartbeat in a peer's answer: its own, or another machine's with our key.
+    def _take_from_answer(self, peer: str, signed: bytes, now: float, wall: float) -> None:
+        """Store a heartbeat from a peer's answer if it is the peer's. If it is signed with our key instead, note that
+        another machine may use our key.
 
         Raises: RemoteProtocolError.
         """
@@ -301,7 +304,8 @@ class Beats:
 
     # Known peers ----------------------------------------------------------------------------------------------
     def others(self, now: float) -> list[str]:
-        """Return the ids of the other peers that seem present, the peer known for longest first."""
+        """Return the ids of the other peers that are not leaving, and from which a heartbeat or message came within the
+        lifetime of their heartbeats. The peer known for longest is first."""
         return [kept.heartbeat.peer for kept in self.store.fresh(now) if kept.is_present(now)]
 
     def heartbeats(self, now: float) -> list[Heartbeat]:

@@ -25,7 +25,8 @@ class Branches:
     """Other peers' claims about their places in the log, and pauses for peers whose answers were of no use."""
 
     def __init__(self, presence: Presence, me: str, expiry: float, pause: float) -> None:
-        """Create an object without claims. `expiry` and `pause` are in seconds; see Presence."""
+        """Create an object for the peer `me`. Another peer that does not send the log or state that it was asked for is
+        not asked again for `expiry` to `pause` seconds."""
         self._presence = presence
         self._me = me
         self._expiry = expiry
@@ -62,7 +63,7 @@ class Branches:
         self._passed_over[peer] = times, now + min(self._pause, self._expiry * 2.0 ** min(times - 1, 16))
 
     def look_again(self) -> None:
-        """End all pauses that `pass_over` began, because the network or the log has changed."""
+        """Allow requests for the logs of peers that `pass_over` excluded, since the network or the log has changed."""
         self._passed_over.clear()
 
     @property
@@ -144,22 +145,21 @@ class Branches:
         own_digest = [ours] if log.counts(self._me, incarnation) else []
         return state_named(log, self._live().values(), own_digest)
 
-    def are_most_elsewhere(self, doubt: LogState, branch: Branch, incarnation: int) -> bool | None:
-        """Return True if enough live voters for a quorum are not on `branch`, False if too few, None if not known.
+    def are_most_elsewhere(self, log: LogState, branch: Branch, incarnation: int) -> bool | None:
+        """Return True if the live voters of `log` that are not on `branch` make a quorum, False if they do not, None if
+        that depends on peers further on than the known part of the branch. A minority made `branch` after `log`.
 
-        The voters are those of the log `doubt`, after which a minority made `branch`. This peer, if it votes, counts as
-        not on `branch`. It is not known if it depends on peers that are further on than the known part of the branch.
-        `incarnation` is ours.
+        This peer counts as not on `branch`, if it votes in this `incarnation`.
         """
-        beats = [beat for beat in self._live().values() if doubt.counts(beat.peer, beat.incarnation)]
+        beats = [beat for beat in self._live().values() if log.counts(beat.peer, beat.incarnation)]
         end = branch.end.position.index
         further = {beat.peer for beat in beats if beat.index > end}
         elsewhere = {beat.peer for beat in beats if branch.heads.get(beat.index) != beat.head} - further
-        elsewhere |= {beat.peer for beat in beats if beat.index <= doubt.position.index}
-        elsewhere |= {self._me} if doubt.counts(self._me, incarnation) else set()
-        if elsewhere and self._presence.is_quorum(doubt, elsewhere):
+        elsewhere |= {beat.peer for beat in beats if beat.index <= log.position.index}
+        elsewhere |= {self._me} if log.counts(self._me, incarnation) else set()
+        if elsewhere and self._presence.is_quorum(log, elsewhere):
             return True
-        return None if further and self._presence.is_quorum(doubt, elsewhere | further) else False
+        return None if further and self._presence.is_quorum(log, elsewhere | further) else False
 
     def are_more_there(self, branch: Branch, log: LogState, lineage: Lineage) -> bool | None:
         """Return True if more live peers are on `branch` than on our log, False if fewer, None if equally many."""
@@ -176,14 +176,12 @@ class Branches:
         return {peer: until for peer, until in untils.items() if self._presence.now < until}
 
 
-def state_named(log: LogState, beats: Iterable[Heartbeat], besides: Sequence[bytes] = ()) -> bytes | None:
+def state_named(log: LogState, beats: Iterable[Heartbeat], more_votes: Sequence[bytes] = ()) -> bytes | None:
     """Return the state digest that more than half of the log's voters name for the log's head; None if there is none.
-
-    `besides` are digests from other sources, one for each voter.
-    """
+    A voter names a digest by its heartbeat in `beats`. Each digest in `more_votes` counts as another voter's."""
     head = log.position.head
     here = [beat.state_digest for beat in beats if beat.head == head and log.counts(beat.peer, beat.incarnation)]
-    for digest, count in Counter([*besides, *here]).most_common(1):
+    for digest, count in Counter([*more_votes, *here]).most_common(1):
         return digest if 2 * count > len(log.voters) else None
     return None
 

@@ -101,13 +101,13 @@ def test_a_record_that_is_not_taken_replaces_none(monkeypatch: pytest.MonkeyPatc
 def test_peers_of_a_run_are_named_until_it_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dht_storage, "RECORDS", 4)
     storage = _BoundedStorage()
-    storage.name(RUN, {"named"})
+    storage.protect(RUN, {"named"})
     for peer in "abc":
         storage.store_subkey(RUN, peer, b"heartbeat", LATER)
     for peer in ("named", "d", "e", "f"):
         storage.store_subkey(RUN, peer, b"heartbeat", LATER)
     assert "named" in storage.get(RUN).value
-    storage.name(RUN, ())
+    storage.protect(RUN, ())
     for number in range(100):
         storage.store_subkey(RUN, f"peer {number}", b"heartbeat", LATER)
     assert "named" not in storage.get(RUN).value
@@ -121,6 +121,6 @@ def test_a_node_that_learns_a_manifest_names_those_that_it_names() -> None:
     node = DhtNode(SimpleNamespace(protocol=SimpleNamespace(storage=storage)))
     transport = HivemindTransport(organiser, cast(Daemon, SimpleNamespace()), node, KnownRuns())
     transport.learn(manifest)
-    assert storage._named == {place: {organiser.peer_id, archive}}
+    assert storage._protected == {place: {organiser.peer_id, archive}}
     transport.forget(manifest.run_id)
-    assert storage._named == {}
+    assert storage._protected == {}

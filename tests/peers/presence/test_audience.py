@@ -95,4 +95,4 @@ def test_nothing_is_remembered_of_those_that_are_gone() -> None:
         audience.answered(peer, 5, wants=False)
         audience.failed(peer, 0.0)
     audience.choose(["new"], ())
-    assert (audience._confirmed, audience._pauses, audience._under_way) == ({}, {}, set())
+    assert (audience._confirmed, audience._call_pauses, audience._under_way) == ({}, {}, set())
