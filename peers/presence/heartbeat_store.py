@@ -16,7 +16,7 @@ PEERS_LIMIT = 10_000  # maximum number of peers that are remembered
 CLOCK_TOLERANCE = 60.0  # seconds that a peer's clock may be ahead of ours
 HEARTBEATS_AT_ONCE = 4.0  # maximum number of signed heartbeats that a peer may send without a pause
 SECONDS_PER_HEARTBEAT = 0.5  # seconds after which a peer may send one more signed heartbeat
-HEARTBEAT_BYTES = 1024  # a heartbeat of more bytes counts as more than one, in proportion
+HEARTBEAT_BYTES = 1024  # a heartbeat N times as large counts as N of HEARTBEATS_AT_ONCE, a smaller one as 1
 NEVER = -float("inf")
 
 
@@ -86,7 +86,8 @@ class HeartbeatStore:
         return list(self._kept.values())
 
     def fresh(self, now: float) -> Iterator[Kept]:
-        """Return the records of all fresh peers, as `Kept.is_fresh` defines them."""
+        """Return the records of all peers that were heard, or whose signed heartbeat was received, within the lifetime
+        of their heartbeats."""
         return (kept for kept in self._kept.values() if kept.is_fresh(now))
 
     def take(self, heartbeat: Heartbeat, signed: bytes, now: float, wall: float) -> bool:

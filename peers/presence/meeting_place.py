@@ -18,15 +18,15 @@ ELDERS = 16  # peers of the SAMPLE that are the run's oldest; the others are dra
 SAMPLE_PERIOD = 60.0  # seconds after which a new draw by lot chooses peers to keep their heartbeats in the DHT
 ARRIVAL = 60.0  # seconds after a peer's start in which it learns of all older peers
 STORE_SHARE = REFRESH_SHARE  # fraction of a heartbeat's lifetime after which a newer one is stored in the DHT
-# Pause between two searches of the DHT, in seconds for each known other peer: UNEASY for a peer of the run that lately
-# heard none of them over a link, otherwise CALM.
-SEARCH_CALM, SEARCH_UNEASY = 0.5, 0.05
-SEARCH_SHARE = 0.25  # minimum pause with SEARCH_CALM, as a fraction of a heartbeat's lifetime
+# Pause between two searches of the DHT by the same peer: this many seconds, times the number of other peers that it
+# knows. A peer of the run that has lately heard no other peer over a link uses UNEASY, any other searcher CALM.
+CALM_SECONDS_PER_PEER, UNEASY_SECONDS_PER_PEER = 0.5, 0.05
+SEARCH_SHARE = 0.25  # shortest pause between DHT searches while a peer hears others, in heartbeat lifetimes
 SEARCH_LAST = 300.0  # maximum number of seconds between two searches of the DHT
 
 
 class MeetingPlace:
-    """The times at which one peer of a run, or a visitor, stores its heartbeat in the DHT or searches the DHT."""
+    """The times at which one peer stores its heartbeat in the DHT, and searches the DHT for other peers."""
 
     def __init__(self, beats: Beats) -> None:
         self._beats = beats
@@ -53,9 +53,9 @@ class MeetingPlace:
     def is_search_due(self, now: float) -> bool:
         """Return True if it is time to search the DHT for other peers."""
         others = len(self._beats.others(now))
-        pause = SEARCH_UNEASY * others
+        pause = UNEASY_SECONDS_PER_PEER * others
         if others and (self._beats.own is None or self._is_settled(now)):
-            pause = max(SEARCH_SHARE * self._beats.lifetime, SEARCH_CALM * others)
+            pause = max(SEARCH_SHARE * self._beats.lifetime, CALM_SECONDS_PER_PEER * others)
         return now - self._searched_at >= min(SEARCH_LAST, pause)
 
     def stored(self, now: float) -> None:

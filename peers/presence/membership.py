@@ -50,8 +50,8 @@ class Roll(dict[str, Heartbeat]):
 @dataclass(slots=True)
 class _Sighting:
     heartbeat: Heartbeat
-    advanced_at: float  # the time of the peer's last heartbeat or message
-    beaten_at: float  # the time of the peer's last heartbeat
+    heard_at: float  # seconds on our clock when the peer's last heartbeat or message came
+    heartbeat_at: float  # seconds on our clock when the peer's last heartbeat came
     reachable: bool = True
     departures: dict[int, tuple[int, bytes]] = field(default_factory=dict)  # by incarnation: farewell index, signature
 
@@ -81,7 +81,8 @@ class Membership:
         self.polled = False
 
     def observe(self, heartbeats: Iterable[Heartbeat], now: float, silences: Mapping[str, float] | None = None) -> None:
-        """Record new heartbeats, and ignore old ones. `silences` has the seconds since some of their peers were heard.
+        """Record each heartbeat that is newer than its peer's last one. `silences` has the seconds since peers were
+        heard; a peer that is not in it counts as heard now.
 
         The roll stays the same object if no heartbeat changes its content, so that derived values can be reused.
         """
@@ -98,16 +99,16 @@ class Membership:
                 sighting = self._seen[peer] = _Sighting(heartbeat, heard_at, heard_at)
             else:
                 sighting.heartbeat, sighting.reachable = heartbeat, True
-                sighting.advanced_at = max(sighting.advanced_at, heard_at)
-                sighting.beaten_at = max(sighting.beaten_at, heard_at)
+                sighting.heard_at = max(sighting.heard_at, heard_at)
+                sighting.heartbeat_at = max(sighting.heartbeat_at, heard_at)
             if heartbeat.state is PeerState.LEAVING:
                 self._departs(sighting, heartbeat.incarnation, heartbeat.departure, heartbeat.farewell)
         self._forget(now)
 
     def _forget(self, now: float) -> None:
-        gone = [peer for peer, sighting in self._seen.items() if now - sighting.advanced_at > FORGOTTEN]
+        gone = [peer for peer, sighting in self._seen.items() if now - sighting.heard_at > FORGOTTEN]
         if len(self._seen) - len(gone) > SEEN_LIMIT:
-            gone = sorted(self._seen, key=lambda peer: self._seen[peer].advanced_at)[: len(self._seen) - SEEN_LIMIT]
+            gone = sorted(self._seen, key=lambda peer: self._seen[peer].heard_at)[: len(self._seen) - SEEN_LIMIT]
             self._live = None
         for peer in gone:
             del self._seen[peer]
@@ -129,7 +130,7 @@ class Membership:
         sighting = self._seen.get(peer)
         if sighting is not None:
             self._live = self._live if self.is_live(peer, now) else None
-            sighting.reachable, sighting.advanced_at = True, now
+            sighting.reachable, sighting.heard_at = True, now
 
     def departs(self, peer: str, incarnation: int, departure: int, signature: bytes) -> None:
         """Record a peer's farewell: the peer counts in no quorum from the entry `departure` on. Unknown peers'
@@ -165,10 +166,10 @@ class Membership:
             live = {
                 peer: sighting
                 for peer, sighting in self._seen.items()
-                if sighting.reachable and now - sighting.advanced_at <= self._expiry and not sighting.has_left
+                if sighting.reachable and now - sighting.heard_at <= self._expiry and not sighting.has_left
             }
             self._live = Roll((peer, sighting.heartbeat) for peer, sighting in live.items())
-            oldest = min((sighting.advanced_at for sighting in live.values()), default=now)
+            oldest = min((sighting.heard_at for sighting in live.values()), default=now)
             self._live_until = oldest + self._expiry
         return self._live
 
@@ -180,10 +181,10 @@ class Membership:
         others, and a link may fail for a moment.
         """
         seen = [sighting for sighting in self._seen.values() if even_leavers or not sighting.has_left]
-        return [sighting.heartbeat for sighting in seen if now - sighting.beaten_at <= seconds]
+        return [sighting.heartbeat for sighting in seen if now - sighting.heartbeat_at <= seconds]
 
     def is_live(self, peer: str, now: float) -> bool:
         sighting = self._seen.get(peer)
         if sighting is None or not sighting.reachable or sighting.has_left:
             return False
-        return now - sighting.advanced_at <= self._expiry
+        return now - sighting.heard_at <= self._expiry

@@ -96,9 +96,8 @@ class Presence:
         return self.membership.departed(log).issuperset(log.voters)
 
     def are_most_here(self, log: LogState, incarnation: int, minority: Collection[str] = ()) -> bool:
-        """Return True if the live peers, and this peer in our `incarnation`, are a quorum. Of peers that are further
-        on than the log, those in the `minority` that made the next entry do not count. Others count, because they are
-        on another branch."""
+        """Return True if the live peers, and this peer in our `incarnation`, are a quorum of the log's voters. Peers of
+        the `minority` count only if their heartbeats name no later index than the log's."""
         live, index = self.live(), log.position.index
         others = [beat for peer, beat in live.items() if beat.index <= index or peer not in minority]
         incarnations = {beat.peer: beat.incarnation for beat in others}

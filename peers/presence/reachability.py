@@ -26,7 +26,7 @@ class Reachability:
         self.sought: frozenset[str] = frozenset()
         """Peers to which a link is still looked for."""
         self._rates: dict[str, int] = {}
-        self._failing_since: dict[tuple[str, int], float] = {}  # by peer and fragment: the first failure's time
+        self._chunks_failing_since: dict[tuple[str, int], float] = {}  # by peer and fragment, on our clock
         self._doubted_until: dict[str, float] = {}
 
     def observe(
@@ -44,18 +44,20 @@ class Reachability:
 
     def failed(self, peer: str, now: float, fragment: int = 0) -> None:
         """Record that a chunk of this fragment's round did not reach the peer, although it is live."""
-        if now - self._failing_since.setdefault((peer, fragment), now) >= self._patience:
+        if now - self._chunks_failing_since.setdefault((peer, fragment), now) >= self._patience:
             self._doubted_until[peer] = now + DOUBT
 
     def passed(self, peer: str) -> None:
         """Record that a chunk has reached the peer, or its link has changed."""
-        self._failing_since = {failing: since for failing, since in self._failing_since.items() if failing[0] != peer}
+        self._chunks_failing_since = {
+            failing: since for failing, since in self._chunks_failing_since.items() if failing[0] != peer
+        }
         self._doubted_until.pop(peer, None)
 
     def round_begins(self, fragment: int = 0) -> None:
         """Forget the failed chunks of this fragment's earlier rounds: a peer is doubted for failures in one round."""
-        self._failing_since = {
-            failing: since for failing, since in self._failing_since.items() if failing[1] != fragment
+        self._chunks_failing_since = {
+            failing: since for failing, since in self._chunks_failing_since.items() if failing[1] != fragment
         }
 
     def doubted(self, now: float) -> frozenset[str]:

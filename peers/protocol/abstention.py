@@ -43,8 +43,8 @@ class Abstention:
         self._unable_since: float | None = None
 
     def look(self, rounds: Collection[EntryRound]) -> None:
-        """Give up this peer's vote if its workers hang or it reaches no other peer. It first waits for its turn in the
-        log's order of voters, and until the other voters that it hears are a quorum."""
+        """Give up this peer's vote if its workers hang, or it can exchange no data with others (it may still hear their
+        heartbeats). Voters give up in turn, and only while the other voters that they hear are a quorum."""
         context, log = self._context, self._replica.log
         if not self._trainer.is_late(log) and any(round.is_taking_part for round in rounds):
             self._trainer.watch.forgive(context.now)

@@ -110,9 +110,9 @@ class Attendance:
         return self.is_quorum(incarnations) or (self.is_alone and self.may_go_on(incarnations))
 
     def may_go_on(self, incarnations: Mapping[str, int]) -> bool:
-        """Return True if these peers may make an entry as a minority (R8). If most voters were at work lately and have
-        not all left, these peers must be more than half of the voters, otherwise more than half of the peers at work.
-        For the first entry they must be all peers at work."""
+        """Return True if these peers may make the entry as a minority (R8). They must be more than half of the live
+        peers that work on it, or all of those if it is the first entry. If most voters worked lately, and not all
+        voters have sent a farewell, they must instead be more than half of the voters."""
         if self.were_most_at_work and not self._are_all_gone:
             return are_most(self._log, incarnations)
         among = len(self.at_work.keys() & incarnations.keys())
@@ -120,7 +120,8 @@ class Attendance:
 
     @property
     def group(self) -> Group:
-        """The voters of a minority: at most MEMBER_LIMIT peers at work, as pairs of peer id and incarnation."""
+        """The voters of a minority: the live peers that work on the entry, with their incarnations, sorted by peer id.
+        Of more than MEMBER_LIMIT peers it has the first ones."""
         return tuple(sorted(self.at_work.items()))[:MEMBER_LIMIT]
 
     def left_out(self, group: Group) -> tuple[str, ...]:

@@ -39,17 +39,18 @@ class Belief:
         except CertificateError:
             return None
 
-    def entry(self, sender: str, certified: Certified, support: Support | None, was_asked: bool) -> Behind | None:
-        """Return the entry in `certified` with the peers that may have its payload, so that this peer can replay it.
-        Return None if this peer must not accept the entry.
+    def entry(
+        self, sender: str, certified: Certified, support: Support | None, sender_was_asked: bool
+    ) -> Behind | None:
+        """Return the entry with the live peers that may have its payload; None if this peer must not accept it. If its
+        valid votes (`support`) are no quorum, this peer must have asked the sender, or hear that it is ahead.
 
-        A certified entry may come from any peer. Another one must come from a peer that this one has asked, or whose
-        heartbeat is further on, or from this peer itself, which has assembled the votes but does not have the payload.
+        The sender may also be this peer itself, which has assembled the votes but does not have the payload.
         """
         header, live, log = certified.header, self._presence.live(), self._replica.log
         is_certified = support is not None and support.is_certified
         donors = {peer for peer, beat in live.items() if beat.index > header.index}
-        if (was_asked or is_certified) and sender in live:
+        if (sender_was_asked or is_certified) and sender in live:
             donors.add(sender)
         if is_certified:
             donors |= live.keys() & set(header.peers)
@@ -119,7 +120,7 @@ class Belief:
         log, signed, founders = self._replica.log, self._replica.signed, theirs.founders
         vouched = signed.vouched(theirs.heads)
         if self._replica.needs_signed_log and not vouched:
-            return None  # without a signed head, `theirs` may begin with another first entry than the signed log
+            return None  # a peer without a log accepts none that has no head signed by an archive
         if log.last is None and founders is not None and not vouched and not self.may_found(founders):
             return None
         for doubt in theirs.doubts:

@@ -75,8 +75,8 @@ class Search:
             self._context.emit(FetchLineage(peer, self._presence.live()[peer].index, others))
 
     def on_seen(self, seen: LineageSeen) -> FarBehind | None:
-        """Handle a log that was fetched. If it is better than this peer's, return its sender as the donor of a
-        snapshot, with the lowest useful index; otherwise return None."""
+        """Return the order to fetch a snapshot from the sender of a fetched log, if this log is to extend or replace
+        this peer's; otherwise return None."""
         if seen.donor != self._weighed:
             return None  # this peer now compares another donor's log
         self._weighed = None
@@ -89,7 +89,7 @@ class Search:
         why = f" with outer step {head.index} as the archive {head.archive} has signed it" if head is not None else ""
         text = f"fetching a snapshot of {seen.donor}, which is at outer step {theirs.end.position.index}{why}"
         self._context.emit(Note("info", text))
-        return self._far_behind(seen.donor, theirs.start.position.index)
+        return self._snapshot_order(seen.donor, theirs.start.position.index)
 
     def on_not_seen(self, failed: LineageNotSeen) -> None:
         """Prefer other donors for a while, because the log of this donor could not be fetched or proven."""
@@ -104,11 +104,11 @@ class Search:
         """Return the peer that is furthest ahead as the donor of a snapshot; None if no peer is ahead. Call this if no
         peer has the next entry's payload any more."""
         ahead = self._replica.furthest
-        return self._far_behind(ahead) if ahead is not None else None
+        return self._snapshot_order(ahead) if ahead is not None else None
 
-    def _far_behind(self, donor: str, common: int = 0) -> FarBehind:
-        """Return the donor and the lowest useful index of its snapshot: the index after this peer's if the donor is
-        ahead, else `common`, the last index of both branches; but later if peers may have dropped entries after it."""
+    def _snapshot_order(self, donor: str, common: int = 0) -> FarBehind:
+        """Return the order to fetch a snapshot from `donor`: after this peer's index if the donor is ahead, otherwise
+        from `common` on, the last index that both logs share. The donor must still have the entries after it."""
         index, beat = self._replica.log.position.index, self._presence.live()[donor]
         known_from = 0 if beat.state is PeerState.ARCHIVING else beat.index - RECENT_ENTRIES // 2
         return FarBehind(donor, max(index + 1 if beat.index > index else common, known_from))
@@ -131,8 +131,8 @@ class Patience:
         self._asked: tuple[str, float] | None = None  # peer asked last, and the question's time; None after the answer
 
     def is_over(self, peer: str, log: LogState) -> bool:
-        """Return True if this peer has waited longer than the death time for the peer's answers in this cycle;
-        otherwise record a question to the peer now. After True, the next call allows the peer one more question."""
+        """Return True if this peer has waited longer than the death time for the answers of `peer` in this cycle.
+        Otherwise record that this peer asks it now."""
         self._charge()
         if self._place != log.position.head:
             self._place, self._waited = log.position.head, {}
@@ -140,12 +140,12 @@ class Patience:
         limit = death(self._context.settings.timing)
         if self._waited.get(peer, 0.0) <= limit:
             return False
-        self._waited[peer], self._asked = limit, None
+        self._waited[peer], self._asked = limit, None  # the next call returns False
         return True
 
     def answered(self) -> None:
-        """Count the seconds since the last question, less one pause between questions, as a wait for the asked peer.
-        Then stop counting until the next question."""
+        """Record that the asked peer has answered. Only the seconds beyond the pause between two questions count as a
+        wait for it."""
         self._charge(self._context.settings.timing.resend)
         self._asked = None
 

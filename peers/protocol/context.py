@@ -79,9 +79,9 @@ class Context:
         """Warn the volunteer about each peer whose lie one of these faults proves."""
         self.emit(*(Note("warning", f"{fault.peer} is proven to lie: {fault.kind}") for fault in faults))
 
-    def number_of_work(self) -> int:
-        """Return a new number for a finished training. Numbers count up from the number of the process's start, so that
-        no two commitments of one incarnation have the same number (R10)."""
+    def new_training_number(self) -> int:
+        """Return a number for a finished training that no other training of this incarnation has, even after a restart
+        (R10)."""
         self._works += 1
         return self._works
 

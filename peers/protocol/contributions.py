@@ -96,11 +96,12 @@ def median(weights: Mapping[str, float], squares: Mapping[str, float]) -> float:
     return 0.0
 
 
-def informed(begin: Begin, log: LogState) -> tuple[Collection[str], Collection[str]]:
-    """Return the members that need all commitments of a Begin, and those that need at least the contributions' norms.
+def receivers_of_commitments(begin: Begin, log: LogState) -> tuple[Collection[str], Collection[str]]:
+    """Return the members that need all commitments of a Begin, to check chunks and averages, and those that need at
+    least the contributions' norms, to recognize averages that are too long.
 
     Members that average need all commitments; in a small round all members do, since each checks an average now and
-    then. Voters need the norms, to recognize averages that are too long.
+    then. Voters need the norms.
     """
     round = begin.round
     if len(round.peers) <= FEW:

@@ -54,8 +54,8 @@ class Hindrance:
 
 
 class Hindrances:
-    """The hindrance that this peer finds at present, and the one that the volunteer sees. `is_aside` is true while
-    nothing that this peer trains can count."""
+    """The present reason why this peer's training may not count, if any. The volunteer sees it after SHOWN_AFTER
+    seconds. `is_aside` is true while nothing that this peer trains can count."""
 
     def __init__(self, context: Context, presence: Presence, trainer: Trainer, replica: Replica) -> None:
         self.is_aside = False
@@ -78,8 +78,8 @@ class Hindrances:
         return self._context.now - self._alone_since >= SHOWN_AFTER
 
     def look(self, leader: str | None) -> None:
-        """Find this peer's present hindrance, and show it to the volunteer once its kind has lasted for SHOWN_AFTER
-        seconds. `leader` is the leader of the first view."""
+        """Find the present reason why this peer's training may not count, and show it to the volunteer once its kind
+        has lasted for SHOWN_AFTER seconds. `leader` is the leader of the first view."""
         now, found, others = self._context.now, self._find(leader), self._others
         if _kind(found) != _kind(self._found):
             self._found_since = now

@@ -20,7 +20,7 @@ from peers.messages.rounds import Round, RoundName
 from peers.presence.presence import Presence
 from peers.protocol.awaited import late
 from peers.protocol.context import Context
-from peers.protocol.contributions import informed
+from peers.protocol.contributions import receivers_of_commitments
 from peers.protocol.effects import Note, Send
 from peers.protocol.exchange import DUE
 from peers.protocol.pacemaker import death
@@ -72,8 +72,8 @@ class Leader:
 
     # Messages of other peers ----------------------------------------------------------------------------------
     def on_lease_request(self, request: LeaseRequest, sender: str) -> None:
-        """Grant samples to a joiner if this peer leads. Do so, too, if this peer got its own lease from the joiner,
-        because a peer that asks another one for samples is no leader."""
+        """Grant samples to a joiner if this peer leads, or if the joiner is the leader that granted this peer its
+        lease: since that leader asks for samples itself, it leads no longer."""
         self._seat.look()
         if self._seat.is_led_by_us or sender == self._seat.granted_by:
             self.readiness.ask_lease(sender, request, self._replica.state_digest)
@@ -86,7 +86,8 @@ class Leader:
         lock = choice_of(ready.lock).ballot if ready.lock and ready.lock.certificate else None
         for named in (ready.refused, ready.round.ballot if ready.round else None, lock):
             if named is not None and named.view == self._seat.pacemaker.view:
-                # Ignore attempts that are MISSED_ATTEMPTS or more above this peer's own: no honest peer names them.
+                # Each ballot has the number of its attempt in the view. A number that is MISSED_ATTEMPTS or more above
+                # this peer's own is ignored, because no honest peer names it.
                 ahead = named.attempt if named.attempt < self._attempt + MISSED_ATTEMPTS else 0
                 self._attempt = max(self._attempt, ahead)
         if ready.view != self._seat.pacemaker.view or not self._seat.is_led_by_us:
@@ -228,10 +229,11 @@ class Leader:
         self._tell_begun(round.peers)
 
     def _tell_begun(self, peers: Iterable[str]) -> None:
-        """Send the Begin to these members, each with the commitments or norms that it needs."""
+        """Send the Begin to these members: with all commitments to members that check averages by them, with only the
+        contributions' norms to other voters, with neither to the rest."""
         begun = self._begun
         assert begun is not None
-        need_all, need_norms = informed(begun, self._seat.log)
+        need_all, need_norms = receivers_of_commitments(begun, self._seat.log)
         short = begun.model_copy(update={"commitments": ()})
         brief = short.model_copy(update={"norms": Norms.of(begun.commitments)})
         to: tuple[list[str], ...] = [], [], []
@@ -351,8 +353,8 @@ class Leader:
             self._sent_at[peer] = context.now
 
     def _revise(self, propose: Propose, prepared: Certified | None, ready: Mapping[str, Ready]) -> None:
-        """Withdraw or replace this peer's proposal if Readys show why too few peers vote for it: the header `prepared`
-        must be proposed instead, or a new ballot, header or round can avoid their refusals."""
+        """Replace this peer's proposal by the header `prepared` if that takes precedence. If Readys refuse the
+        proposal, propose its outcome in a new ballot, or withdraw it if only a new round helps."""
         voter, resend = self._seat.voter, self._context.settings.timing.resend
         if self._do_without_signers(propose, ready) or self._context.now - self._at < resend:
             return
@@ -379,7 +381,7 @@ class Leader:
         signers = parts.signers(exchange.averages.lacking()) if exchange is not None and is_in else ()
         wrong = {one for one in signers if self._context.evidence.has_convicted(one)}
         if self._context.now - self._at > DUE * begun.seconds:
-            lacking = self._named_by_enough({peer: one.lacking for peer, one in ready.items()})
+            lacking = self._obstacles_to_remove({peer: one.lacking for peer, one in ready.items()})
             wrong |= {*signers, *lacking.intersection(parts.signers(range(begun.round.chunks)))}
         for signer in sorted(wrong):
             parts.drop(signer)
@@ -388,13 +390,13 @@ class Leader:
             self._sent_at.clear()
         return bool(wrong)
 
-    def _named_by_enough(self, named: Mapping[str, Iterable[str]]) -> set[str]:
-        """Return names to leave out: the most frequent ones, as many as necessary so that the ready peers with no other
-        name can make the entry. `named` maps ready peers to the names that keep them from voting."""
+    def _obstacles_to_remove(self, obstacles: Mapping[str, Iterable[str]]) -> set[str]:
+        """Return the most frequent obstacles, as many as must be removed so that enough ready peers can vote.
+        `obstacles` maps ready peers to names that keep them from voting, such as ids of newcomers."""
         ready = {self._context.me: self._context.incarnation} | _incarnations(self.readiness.of(self._view))
         found = set[str]()
         while True:
-            left = {peer: names for peer in sorted(named) if (names := set(named[peer]) - found)}
+            left = {peer: names for peer in sorted(obstacles) if (names := set(obstacles[peer]) - found)}
             if not left or self._seat.attendance.is_enough({peer: ready[peer] for peer in ready.keys() - left.keys()}):
                 return found
             by = Counter(name for names in left.values() for name in names)
@@ -405,7 +407,7 @@ class Leader:
         Return True if newcomers are excluded."""
         new = {one.peer for one in propose.header.roster if not self._seat.log.counts(one.peer, one.incarnation)}
         refusing = self._refusing(propose, ready, STRANGER)
-        strangers = self._named_by_enough({peer: new.intersection(one.named) for peer, one in refusing.items()})
+        strangers = self._obstacles_to_remove({peer: new.intersection(one.named) for peer, one in refusing.items()})
         self.readiness.strangers |= strangers
         return bool(strangers)
 
@@ -413,19 +415,20 @@ class Leader:
         """Leave out an amendment that voters cannot follow, if these voters' refusals keep the proposal from a quorum
         (R18). Return True if the amendment is left out."""
         refusing = self._refusing(propose, ready, NOT_FOLLOWED)
-        are_too_many = bool(self._named_by_enough({peer: [NOT_FOLLOWED] for peer in refusing}))
+        are_too_many = bool(self._obstacles_to_remove({peer: [NOT_FOLLOWED] for peer in refusing}))
         self.readiness.is_amendment_left_out |= are_too_many
         return are_too_many
 
     def _refusing(self, propose: Propose, ready: Mapping[str, Ready], reason: str) -> dict[str, Ready]:
-        """Return the Readys that refuse the proposal for this reason; none before all peers have had time to answer."""
+        """Return the Readys that refuse the proposal for this reason, by peer. In the first AGAIN heartbeats return
+        none, because others may not have answered yet."""
         if self._context.now - self._at < AGAIN * self._context.settings.timing.heartbeat:
             return {}
         return {peer: one for peer, one in ready.items() if (one.refused, one.reason) == (propose.ballot, reason)}
 
     def _propose_anew(self, propose: Propose, refusals: set[Refusal]) -> None:
-        """Propose the same outcome in a new ballot, with a header that calls no voter gone that members hear, and with
-        the present peers of a minority. Do nothing if neither changes, unless a voter has refused the ballot itself."""
+        """Propose the same outcome in a new ballot if its header has changed (such as the voters that it calls gone),
+        if the minority that makes it has changed, or if `refusals` are of the old ballot itself."""
         group = self._seat.attendance.group if propose.group else ()
         header: Header | None = propose.header
         if propose.justify is None and self._begun is not None and self._parts is not None:
@@ -473,8 +476,8 @@ class Leader:
         return None if is_foreign else newest
 
     def _gone(self, named: Iterable[str], group: Group) -> tuple[str, ...]:
-        """Return the voters outside `named` that the entry calls gone: those that this peer does not hear, and that a
-        quorum of the members does not hear either; all of them if a minority makes the entry."""
+        """Return the voters that the header lists as gone, without those `named` elsewhere in it. A voter is gone if
+        this peer and a quorum of the members do not hear it, or if a minority (`group`) makes the entry."""
         log, timing = self._seat.log, self._context.settings.timing
         if not log.closes:
             return ()
@@ -483,7 +486,7 @@ class Leader:
             ready = self.readiness.of(self._view)
             here = self._presence.voters_here(log, self._context.incarnation, death(timing))
             heard = {peer: one.named for peer, one in ready.items() if one.reason != STRANGER}
-            here |= self._named_by_enough(heard)
+            here |= self._obstacles_to_remove(heard)
         besides = here.union(named)
         return tuple(peer for peer in log.voters if peer not in besides)
 

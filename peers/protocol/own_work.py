@@ -12,7 +12,7 @@ from peers.messages.messages import Begin, Ready
 from peers.messages.rounds import Round
 from peers.presence.presence import Presence
 from peers.protocol.context import Context, Repetition
-from peers.protocol.contributions import informed
+from peers.protocol.contributions import receivers_of_commitments
 from peers.protocol.exchange import Exchange
 from peers.protocol.trainer import Trainer, TrainerState
 from peers.protocol.voter import Voter
@@ -50,9 +50,10 @@ class OwnWork:
         self._committed: tuple[Sum, Author, Commitment] | None = None
 
     def make(self, trained: Trained) -> None:
-        """Use the finished training for the entry, and choose the number of samples to ask for in the next lease."""
+        """Store the finished training as this peer's work for the entry, and choose the number of samples of its next
+        lease."""
         self.trained, self.since = trained, self._context.now
-        self._number = self._context.number_of_work()
+        self._number = self._context.new_training_number()
         settings, others = self._context.settings, self._presence.speeds(self._log)
         steps = self._context.pace.steps_beside(self._trainer.speed, others)
         is_whole = steps == settings.inner_steps
@@ -97,7 +98,7 @@ class OwnWork:
         contributions, that this peer needs. Otherwise the round may be older than this peer's restart or new
         training."""
         me, ours, stated = self._context.me, self.commitment(), begin.commitments
-        need_all, need_norms = informed(begin, self._log)
+        need_all, need_norms = receivers_of_commitments(begin, self._log)
         norms = Norms.of(stated) if stated else begin.norms
         if norms is None or (me in need_all and not stated):
             return me not in need_all and me not in need_norms

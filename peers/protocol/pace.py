@@ -82,28 +82,28 @@ class Pace:
         patience = self.grace(training) if self.contributions is None else self.slack(training)
         return self.lease_tokens / speed - training <= patience / 2
 
-    def steps_beside(self, speed: float, others: Collection[float]) -> int:
-        """Return the number of inner steps with which a peer finishes together with the `others`; all of a lease's
-        steps if its own speed is unknown."""
-        return self.steps(speed, self._fastest(speed, others)) if speed else self.inner_steps
+    def steps_beside(self, speed: float, other_speeds: Collection[float]) -> int:
+        """Return the number of inner steps that a peer makes while the fastest other one makes all of a lease's; all of
+        them if its own `speed` is unknown (0). Speeds are in tokens a second."""
+        return self.steps(speed, self._fastest(speed, other_speeds)) if speed else self.inner_steps
 
-    def steps_of_grant(self, steps: int, speed: float, others: Collection[float]) -> int:
+    def steps_of_grant(self, steps: int, speed: float, other_speeds: Collection[float]) -> int:
         """Return the number of inner steps that a peer makes of a grant's `steps`: as many as it can finish together
         with the others; in an asynchronous run, `steps` times its speed as a share of the fastest peer's."""
-        fastest = self._fastest(speed, others)
+        fastest = self._fastest(speed, other_speeds)
         if self.contributions is None or not speed or speed >= fastest:
-            return min(steps, self.steps_beside(speed, others))
+            return min(steps, self.steps_beside(speed, other_speeds))
         return max(1, int(steps * speed / fastest))
 
-    def _fastest(self, speed: float, others: Collection[float]) -> float:
-        """Return the highest speed among the `others`, but at most the median of theirs and this peer's `speed`,
-        divided by `smallest_share`. The limit keeps a minority of liars from making all peers train almost nothing."""
-        return min(max(others, default=0.0), median_high([speed, *others]) / self.smallest_share)
+    def _fastest(self, speed: float, other_speeds: Collection[float]) -> float:
+        """Return the highest of the other speeds, but at most the median of all speeds times the ratio of a whole lease
+        to the smallest one. So a minority of false speeds cannot make all peers train almost nothing."""
+        return min(max(other_speeds, default=0.0), median_high([speed, *other_speeds]) / self.smallest_share)
 
-    def is_too_slow(self, speed: float, usual: float) -> bool:
-        """Return True if a peer of this speed would lose its lease before it has trained the smallest one. `usual` is
-        the others' median speed."""
-        return 0 < speed * (1 + self.staleness) < self.least_steps / self.inner_steps * usual
+    def is_too_slow(self, speed: float, median_speed: float) -> bool:
+        """Return True if a peer loses its lease before it has trained the smallest one, because peers of the
+        `median_speed` finish 1 + `staleness` whole leases in less time. Speeds are in tokens a second."""
+        return 0 < speed * (1 + self.staleness) < self.least_steps / self.inner_steps * median_speed
 
     def overlap_seconds(self, speed: float) -> float:
         """Return the seconds that the overlap's inner steps take at this speed, in tokens a second; 0 without overlap,
@@ -119,17 +119,19 @@ class Pace:
         usual = min(self.timing.grace, max(GRACE_SHARE * training, 3 * self.timing.heartbeat))
         return max(usual, min(LATE_SHARE * training, self.timing.partition_grace))
 
-    def slack(self, training: float | None, round: float = 0.0, usual: float = 0.0) -> float:
-        """Return the seconds for which an asynchronous run that has enough contributions waits for further peers.
+    def slack(self, training_seconds: float | None, round_seconds: float = 0.0, median_speed: float = 0.0) -> float:
+        """Return the seconds for which an asynchronous run that has enough contributions waits for further peers: the
+        grace if the last training's seconds are unknown (None). `median_speed` is in tokens a second, 0 if unknown.
 
         Waiting costs nothing while workers make the overlap's inner steps, less the time of a round. The slack is at
         least the error of the speeds and a heartbeat, because a peer that is a moment late idles until the next entry.
-        `training` may span several cycles, so it counts at most as long as most peers take at their `usual` speed.
+        The training may span several cycles, so it counts at most as long as a whole lease takes at `median_speed`.
         """
-        if training is None:
+        if training_seconds is None:
             return self.grace(None)
-        if usual:
-            training = min(training, self.lease_tokens / usual)
-        free = self.overlap / self.inner_steps * training - round
+        training = training_seconds
+        if median_speed:
+            training = min(training, self.lease_tokens / median_speed)
+        free = self.overlap / self.inner_steps * training - round_seconds
         least = max(LATE_SHARE * training / self.fragments, self.timing.heartbeat)
         return min(self.grace(training), max(free, least))

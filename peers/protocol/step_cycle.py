@@ -288,7 +288,7 @@ class StepCycle:
         header, log = certified.header, self.replica.log
         was_asked = self.state is State.JOINING or round.was_asked(sender)
         support = self.belief.support(certified, round.log)
-        behind = self.belief.entry(sender, certified, support, was_asked)
+        behind = self.belief.entry(sender, certified, support, sender_was_asked=was_asked)
         if behind is None:
             if self.replica.claimant == sender and not (support and support.is_certified):
                 self.search.weigh(sender)  # the sender's log shows whether it is on the same branch

@@ -91,7 +91,7 @@ def test_r21_an_uncertified_entry_is_followed_where_it_is_signed_and_the_others_
     gone = tuple(peer for peer in log.voters if peer not in members)
     header = log.next_header(roster(log, members), PAYLOAD, members[0], gone=gone)
     shown = Certified(header=header, certificate=None)
-    found = belief.entry("a" if "a" in live else live, shown, Support(False, signers), was_asked=True)
+    found = belief.entry("a" if "a" in live else live, shown, Support(False, signers), sender_was_asked=True)
     assert (found is not None) is is_followed
 
 

@@ -99,7 +99,7 @@ def test_r10_there_is_no_vote_1_without_the_payload_on_the_disk() -> None:
 def test_r10_with_its_record_it_is_the_same_incarnation_and_its_trainings_have_other_numbers() -> None:
     record = VotingRecord(run=SETTINGS.run, peer="c", incarnation=5)
     assert context(record).incarnation == 5
-    assert context(record).number_of_work() > START
+    assert context(record).new_training_number() > START
 
 
 def test_r10_without_a_record_or_after_a_farewell_it_is_another_incarnation() -> None:

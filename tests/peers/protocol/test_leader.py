@@ -318,9 +318,9 @@ def test_r12_a_voter_whom_so_few_hear_that_the_rest_are_a_quorum_is_gone_all_the
     rig.waits(int(death(TIMING)) + 1, PeerState.READY, "a")
     round = begun(rig, "a")
     seat = rig.peer.round.leader
-    assert seat._named_by_enough({"a": ("c",)}) == {"c"}, "b alone is no quorum of three"
+    assert seat._obstacles_to_remove({"a": ("c",)}) == {"c"}, "b alone is no quorum of three"
     says_ready(rig, "c", round=round.name)
-    assert seat._named_by_enough({"a": ("c",)}) == set(), "b and c are"
+    assert seat._obstacles_to_remove({"a": ("c",)}) == set(), "b and c are"
 
 
 def test_r4_averages_that_keep_most_members_from_voting_are_made_by_an_heir() -> None:

@@ -142,7 +142,7 @@ def test_the_slack_counts_no_more_training_than_most_others_need() -> None:
     lasting = replace(pace(50.0), contributions=0.5, overlap=20)
     assert lasting.slack(None) == lasting.grace(None) == TIMING.grace, "no training was measured"
     assert lasting.slack(40.0) == 8.0
-    assert lasting.slack(200.0, usual=2 * FASTEST) == 5.0, "most others need 25 seconds"
+    assert lasting.slack(200.0, median_speed=2 * FASTEST) == 5.0, "most others need 25 seconds"
 
 
 def test_the_grace_begins_when_most_voters_are_ready() -> None:

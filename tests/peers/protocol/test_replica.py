@@ -108,18 +108,18 @@ def test_nobody_is_followed_who_is_not_further_on_unless_it_was_asked() -> None:
     assert first is not None
     place.see(LOG, "a")
     alone = Support(False, 1)
-    assert place.belief.entry("a", told(first), alone, was_asked=False) is None
-    behind = place.belief.entry("a", told(first), alone, was_asked=True)
+    assert place.belief.entry("a", told(first), alone, sender_was_asked=False) is None
+    behind = place.belief.entry("a", told(first), alone, sender_was_asked=True)
     assert behind is not None
     assert behind.donors == ("a",)
-    assert place.belief.entry("z", told(first), alone, was_asked=True) is None, "it is not heard"
+    assert place.belief.entry("z", told(first), alone, sender_was_asked=True) is None, "it is not heard"
 
 
 def test_a_certified_entry_is_followed_whoever_shows_it_and_its_members_have_the_payload() -> None:
     place, first = Place(), after(LOG).last
     assert first is not None
     place.see(LOG)
-    behind = place.belief.entry("z", told(first), CERTIFIED, was_asked=False)
+    behind = place.belief.entry("z", told(first), CERTIFIED, sender_was_asked=False)
     assert behind is not None
     assert behind.donors == ("a", "c")
 
@@ -328,10 +328,10 @@ def test_an_entry_in_place_of_a_signed_one_is_not_followed() -> None:
     header = second.last
     assert header is not None
     heard(place, 2, bytes(32))
-    assert place.belief.entry("a", told(header), Support(True, 2), was_asked=False) is None
+    assert place.belief.entry("a", told(header), Support(True, 2), sender_was_asked=False) is None
     assert "the archive z has signed another outer step 2" in of(place.context.take_effects(), Dropped)[0].reason
     heard(place, 2, second.position.head)
-    assert place.belief.entry("a", told(header), Support(True, 2), was_asked=False) is not None
+    assert place.belief.entry("a", told(header), Support(True, 2), sender_was_asked=False) is not None
 
 
 def test_a_newcomer_that_knows_of_a_signed_head_looks_at_a_whole_log_first() -> None:
@@ -344,14 +344,16 @@ def test_a_newcomer_that_knows_of_a_signed_head_looks_at_a_whole_log_first() -> 
     effects = place.context.take_effects()
     assert of(effects, FetchLineage)
     assert not of(effects, Send)
-    assert place.belief.entry("a", told(header), Support(True, 2), was_asked=True) is None
+    assert place.belief.entry("a", told(header), Support(True, 2), sender_was_asked=True) is None
     donor = of(effects, FetchLineage)[0].donor
     theirs = Branch(LOG, first, {0: (b"theirs", CERTIFIED)}, {1: first.position.head})
     assert place.search.on_seen(LineageSeen(donor, theirs, Branch(LOG, LOG))) is None, "not the one"
     heard(place, 1, first.position.head)
     place.search.weigh("a")
     assert place.search.on_seen(LineageSeen("a", theirs, Branch(LOG, LOG))) is not None
-    assert place.belief.entry("a", told(header), Support(True, 2), was_asked=True) is not None, "it is signed itself"
+    assert place.belief.entry("a", told(header), Support(True, 2), sender_was_asked=True) is not None, (
+        "it is signed itself"
+    )
 
 
 def test_a_donor_that_failed_is_asked_again_only_if_there_is_no_other() -> None:
@@ -409,7 +411,7 @@ def test_what_it_caught_up_with_may_be_gone() -> None:
     place, log = Place(), after(LOG)
     place.see(after(log))
     assert log.last is not None
-    behind = place.belief.entry("a", told(log.last), support=Support(True, 2), was_asked=False)
+    behind = place.belief.entry("a", told(log.last), support=Support(True, 2), sender_was_asked=False)
     assert behind is not None
     place.replica.take(behind)
     place.replica.take(NoneAhead())
