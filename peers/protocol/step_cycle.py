@@ -237,8 +237,8 @@ class StepCycle:
         self._context.emit(Note("info", f"the leader {leader} refused this peer: {refuse.reason}"))
         ours = self.replica.state_digest
         if refuse.state_digest == ours:
-            # Samples from the log, or from the leader that refuses, are valid. Other samples are dropped: another leader
-            # may have granted them to two peers.
+            # Samples from the log, or from the leader that refuses, are valid. Other samples are dropped, because a
+            # different leader may have granted them to two peers.
             is_good = leader == round.granted_by or self._context.me in self.replica.log.leases
             if round.is_taking_part and not is_good:
                 self._drop_work()
