@@ -111,9 +111,8 @@ class Pacemaker:
         self._rise(view)
 
     def limit(self, grace: float) -> float:
-        """Return the seconds after which this view times out (R2): a leader's wait (`grace`) and some usual rounds. A
-        leader's Begin adds its time limit several times, up to a maximum that doubles with each view that timed out
-        after a Begin."""
+        """Return the seconds after which this view times out: `grace` and three times the median round, and after the
+        leader's Begin also three times the exchange's time limit. R2 has the lower and upper bounds."""
         usual, timing = self._times.usual, self._timing
         needed = timing.round_timeout if usual is None else MARGIN * usual
         seconds = max(grace + min(needed, LONGEST * timing.round_timeout), death(timing))

@@ -67,7 +67,7 @@ class ForATerm:
         self._since |= dict.fromkeys(peers, index)
 
     def at(self, index: int) -> frozenset[str]:
-        """Return the peers that are remembered at the entry `index`."""
+        """Return the peers that were noted for the entry `index`, or for one of the TERM - 1 entries before it."""
         return frozenset(peer for peer, since in self._since.items() if since <= index < since + TERM)
 
 
@@ -82,18 +82,18 @@ class Experience:
 
 
 def shares(
-    roster: Sequence[Member], links: Mapping[str, MemberLink], chunks: int, besides: Collection[str] = ()
+    roster: Sequence[Member], links: Mapping[str, MemberLink], chunks: int, failed: Collection[str] = ()
 ) -> tuple[Share, ...]:
     """Return all members of a round, each with the number of chunks that it averages.
 
-    Members without tokens average nothing, since an average has at least its maker's own blocks. Members `besides`,
-    which failed before, and those whose links are too thin for the run's own format, average nothing if the others can
+    Members without tokens average nothing, since an average has at least its maker's own blocks. Members that `failed`
+    as reducers before, and those whose links are too thin for the run's own format, average nothing if the others can
     share the work fairly.
     """
     peers = [member.peer for member in roster]
     able = [member.peer for member in roster if member.tokens]
     thin = {member.peer for member in roster if member.format}
-    for without in (besides, thin):
+    for without in (failed, thin):
         good = [peer for peer in able if peer not in without]
         able = good if is_fair(good, able, len(peers)) else able
     dealt = deal(chunks, len(peers), reducers(peers, able, links), believed_rates(peers, links))
@@ -147,8 +147,8 @@ def heirs_of(
 
 # Reachability ---------------------------------------------------------------------------------------------------------
 def reducers(members: Sequence[str], able: Sequence[str], links: Mapping[str, MemberLink]) -> tuple[str, ...]:
-    """Return the members that average: those of `able`, in the same order, that the share REACHED of the other members
-    reaches; all of `able` if there are none.
+    """Return the members that average, in the order of `able`: each one of `able` that at least the share REACHED of
+    the other members reaches. If there are none, return all of `able`.
 
     If the others can share the work fairly, two groups do not average either: first members that too many others reach
     only through a relay, then members with any pair without a link, or with a relayed one, that both sides report.
@@ -180,11 +180,11 @@ def is_fair(few: Collection[str], able: Collection[str], members: int) -> bool:
 
 
 def _well_reached(members: Sequence[str], reported: Mapping[str, Collection[str]]) -> frozenset[str]:
-    """Return the members that enough others reach. `reported` maps each member to the members that it cannot reach
-    well.
+    """Return the members that have a bad link to at most the share 1 - REACHED of the others. `reported` maps each
+    member to those to which it reports a bad link: no connection, or a relayed one.
 
-    The member with most such pairs is left out first, and its pairs do not count against the others any more. Among
-    members with as many pairs, those go that name most others themselves.
+    The member with most bad links is left out first, and its links do not count against the others any more. Among
+    members with equally many, those that report most of their bad links themselves are left out.
     """
     pairs: dict[str, set[str]] = {peer: set() for peer in members}
     for peer, others in reported.items():
@@ -282,9 +282,13 @@ def foreseen(
 
 # Contributions --------------------------------------------------------------------------------------------------------
 def seconds_to_send(allowed: float | None, timing: Timing, overlap: float = 0.0) -> float:
-    """Return the seconds within which a member should send its blocks, so that no other member waits: what most links
-    need, or half of the `overlap` (the seconds that members train during the exchange), if longer. `allowed` is the
-    time limit of the last exchange in seconds; None before the first."""
+    """Return the seconds within which a member should send its blocks, so that no other member waits: a third of
+    `allowed`, or half of the `overlap` if that is longer.
+
+    Args:
+        allowed: time limit of the last exchange in seconds; None before the first: a quarter of the round timeout.
+        overlap: seconds that members train during the exchange; more than `allowed` count as `allowed`.
+    """
     allowed = UNMEASURED * timing.round_timeout if allowed is None else allowed
     return max(allowed / MARGIN, OVERLAP * min(overlap, allowed))
 

@@ -37,13 +37,13 @@ class Readiness:
         self._log = log
         self._granted: dict[str, Lease] = {}
         self._given: set[Lease] = set()  # all grants, also to peers that are not heard any more but may still train
-        self._steps: dict[str, int] = {}  # inner steps that each joiner may make of its grant
+        self._allowed_steps: dict[str, int] = {}  # by joiner: number of inner steps that its grant allows
         self._ready: dict[str, Ready] = {}
         self._ready_at: dict[str, float] = {}
 
     # Leases for joiners (R14) -----------------------------------------------------------------------------------
     @property
-    def has_given(self) -> bool:
+    def has_granted(self) -> bool:
         """True if any peer holds a grant of this leader at this position."""
         return bool(self._granted)
 
@@ -62,13 +62,13 @@ class Readiness:
         self._given.add(lease)
         whole = self._context.settings.inner_steps
         done = whole if self._trainer.state is TrainerState.TRAINED else self._trainer.inner_step()
-        self._steps[sender] = max(1, whole - done)
-        grant = LeaseGrant(position=self._log.position, samples=lease, steps=self._steps[sender])
+        self._allowed_steps[sender] = max(1, whole - done)
+        grant = LeaseGrant(position=self._log.position, samples=lease, steps=self._allowed_steps[sender])
         self._context.emit(Send(sender, grant))
 
     def _next_grant(self) -> Lease | None:
         """Return the next grant that no peer holds, if possible one that was never given; None if all are held. If this
-        peer trains a grant itself, grants before it come last, because the leader that gave it may have given them."""
+        peer trains a grant itself, the grants before that one come last: another leader may have given them already."""
         own = self._trainer.lease
         grants, taken = self._log.grants, {*self._granted.values(), own}
         first = grants.index(own) + 1 if own in grants else 0
@@ -120,15 +120,16 @@ class Readiness:
             LogError: this Ready and the others cannot be in one entry.
         """
         lease = self._log.lease_of(sender, ready.samples)
-        others = [peer for peer, grant in self._granted.items() if grant == lease and peer != sender]
-        if lease and sender != self._context.me and (others or lease == self._trainer.lease):
+        other_holders = [peer for peer, grant in self._granted.items() if grant == lease and peer != sender]
+        if lease and sender != self._context.me and (other_holders or lease == self._trainer.lease):
             raise LogError("another joiner has its samples")
         member = member_of(sender, ready)
         self._log.check_member(member)
         if self._log.closes and not (member.tokens or self._log.counts(sender, ready.incarnation)):
             raise LogError("it has no tokens, so it cannot become a voter")
         self._check_commitment(sender, ready)
-        for peer in others:  # no joiner keeps a grant whose samples this peer has trained itself
+        # If there are other holders, the sender is this peer, which has trained the grant's samples itself.
+        for peer in other_holders:
             del self._granted[peer]
             self._ready.pop(peer, None)
         if lease and sender not in self._log.leases:
@@ -216,7 +217,7 @@ class Readiness:
             if peer in unawaited:
                 continue
             own = self._context.pace.steps_beside(live[peer].speed, speeds) if peer in live else whole
-            due[peer] = sample_count(lease) * min(own, self._steps.get(peer, whole)) // whole
+            due[peer] = sample_count(lease) * min(own, self._allowed_steps.get(peer, whole)) // whole
         return due
 
     def is_full(self, view: int) -> bool:

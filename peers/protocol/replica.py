@@ -137,10 +137,11 @@ class Replica(StateMachine):
             self._context.emit(Note("info", f"outer step {index} applied, {len(roster)} peer{'s' * (len(roster) > 1)}"))
             if self.log.amendment not in (None, self.settled.amendment):
                 self._context.emit(Note("info", f"from this outer step on: {self.log.amendment}"))
-        self._go_on()
+        self._apply_waiting()
 
-    def _go_on(self) -> None:
-        """Apply the next waiting entry of another fragment, if there is one."""
+    def _apply_waiting(self) -> None:
+        """Apply the oldest entry that arrived while another one was applied or replayed, and that the log does not have
+        yet. If there is none, enter the state LEVEL."""
         while self._waiting:
             made = self._waiting.popleft()
             if made.header.fragment in self.log.pending:  # otherwise this replica has replayed the entry already
@@ -163,7 +164,7 @@ class Replica(StateMachine):
 
     def _give_up(self, _: NoneAhead) -> None:
         self._behind = None
-        self._go_on()
+        self._apply_waiting()
 
     def _fetch(self, far: FarBehind) -> None:
         self._waiting.clear()
@@ -184,10 +185,11 @@ class Replica(StateMachine):
         self._enter(LEVEL)
 
     def _not_restored(self, failed: SnapshotFailed) -> None:
-        before = self.claimant, self.furthest
+        donors_before = self.claimant, self.furthest
         self._presence.branches.gave_nothing(failed.donor)
-        after = self.claimant, self.furthest
-        if after.count(None) > before.count(None):  # no other donor is left from which to catch up
+        donors_after = self.claimant, self.furthest
+        # A donor that is None now, and was not before, shows that the failed donor was the only one.
+        if donors_after.count(None) > donors_before.count(None):
             self._presence.branches.ask_again(failed.donor)
         self._context.emit(Note("info", f"{failed.donor} gave no state: {failed.reason}"))
         self._enter(LEVEL)

@@ -223,9 +223,10 @@ class EntryRound(StateMachine):
 
     # The view -------------------------------------------------------------------------------------------------
     def look(self) -> None:
-        """Update the peers at work at this position, this peer's view, and the view's leader."""
+        """Update the peers that work on this entry, this peer's view, and the view's leader, from the time and from the
+        other peers' heartbeats and Readys."""
         readiness = self.leader.readiness
-        self.views.look(self._work, self.is_taking_part, self._replica, readiness.views(), readiness.has_given)
+        self.views.look(self._work, self.is_taking_part, self._replica, readiness.views(), readiness.has_granted)
 
     def leader_of(self, view: int) -> str | None:
         """Return the leader of a view; None if it is unknown."""
@@ -272,8 +273,8 @@ class EntryRound(StateMachine):
         self._go_on()
 
     def _go_on_without_the_entry(self) -> None:
-        """Give up this peer's vote if the voting record says that the entry is certified, but no peer has had it for
-        the partition grace. A power failure can lose the end of a log but not the record."""
+        """Become a new incarnation without votes (R10) if the voting record says that this entry is certified, but this
+        peer has been ready for the partition grace and hears no peer that has the entry, as after power failures."""
         state, since, context = self.voter.state, self._work.since, self._context
         if state is None or not state.is_closed or since is None or self._replica.is_behind:
             return
@@ -299,7 +300,7 @@ class EntryRound(StateMachine):
             self._context.emit(*self.exchange.tick(self._context.now, self._heard()))
         self._consider()
         if self.state is not DECIDED and self._work.repetition.is_due:
-            self._tell_part()
+            self._send_part()
             self.say_ready()
 
     def _heard(self) -> set[str]:
@@ -331,7 +332,7 @@ class EntryRound(StateMachine):
         if self.state is READY:
             self._enter(EXCHANGING)
         self._consider()
-        self._tell_part()
+        self._send_part()
 
     def _join(self, begin: Begin, sender: str, seconds: float) -> bool:
         """Enter a new round, and send this peer's blocks. Return True; or False if the Begin is not acceptable."""
@@ -383,8 +384,9 @@ class EntryRound(StateMachine):
         weights = weights_of(begin.round.contributors, self.log, settings)
         return Contributions.of(begin, settings.clip, weights, ours.signature if ours else None)
 
-    def _tell_part(self) -> None:
-        """Send this peer's Part to the leader if it is complete, unless the leader has proposed already."""
+    def _send_part(self) -> None:
+        """Send the leader this peer's signed averages once all of them are made, unless the leader has already proposed
+        a header of this round."""
         leader, propose = self.pacemaker.leader, self._notes.propose
         if self.exchange is None or leader is None:
             return
@@ -413,7 +415,7 @@ class EntryRound(StateMachine):
             context.convict(context.evidence.observe_average(exchange.round, averaged, self._replica.lineage))
         context.emit(*exchange.handle(event))
         if not had_part and self.state is not DECIDED:
-            self._tell_part()
+            self._send_part()
         if isinstance(event, PayloadAssembled):
             self._note_trouble(event.digest, event.trouble)
             self._await_payload() if self.state is DECIDED else self._consider()
@@ -540,7 +542,8 @@ class EntryRound(StateMachine):
         the header, and no peer has had the payload for the partition grace, give up this peer's vote."""
         context, notes, justify = self._context, self._notes, propose.justify
         assert justify is not None
-        # In a quorum's ballot, do not fetch a minority's payload: one peer can be a minority, and fill this disk (R5).
+        # If the whole run votes, do not fetch a payload that only a minority prepared: a single liar can be a minority,
+        # and fill this disk.
         is_foreign = justify.choice.alone and not propose.group
         if is_foreign or not self.voter.place.is_prepared(propose.header, justify):
             return Refusal.NO_PAYLOAD
@@ -581,7 +584,8 @@ class EntryRound(StateMachine):
             self._context.votes.fail(trouble)
 
     def _not_fetched(self, failed: PayloadNotFetched) -> None:
-        """Record that a payload could not be fetched. Perhaps no peer has it any more (R10)."""
+        """Record that a payload could not be fetched. `_look_for_payload` tries again, and in the end may give up this
+        peer's vote (R10)."""
         notes, payload = self._notes, failed.header.payload
         self._context.emit(Note("info", f"could not fetch the payload of entry {failed.header.index}: {failed.reason}"))
         notes.fetching = None if notes.fetching == payload else notes.fetching
@@ -631,7 +635,8 @@ class EntryRound(StateMachine):
             return
         context, choice = self._context, choice_of(certified)
         context.convict(context.evidence.observe_certified(certified, self.log, self._replica.lineage))
-        if choice.phase is Phase.COMMIT:  # a minority's certificate counts only if this peer voted for it
+        if choice.phase is Phase.COMMIT:
+            # A minority's commit certificate counts only if this peer has given vote 2 for the same choice.
             is_ours = not choice.alone or self.voter.has_committed(choice)
             is_news = is_ours and self._replica.replaying != certified.header
         else:

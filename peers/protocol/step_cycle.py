@@ -82,7 +82,8 @@ class StepCycle:
 
     @property
     def round(self) -> EntryRound:
-        """The round whose entry closes the cycle. Once that entry is made, the open round with the highest fragment."""
+        """The open round with the highest fragment. Its entry closes the cycle, unless the closing entry is made before
+        other fragments' entries."""
         return self.rounds[max(self.rounds)]
 
     @property
@@ -125,7 +126,8 @@ class StepCycle:
             round.take(WorkDone(NOTHING))
 
     def on_trained(self, done: TrainingDone) -> None:
-        """Pass the finished training to the round of the closing entry, unless the training is for a later cycle."""
+        """Store the finished training, and pass it to the closing entry's round. Training for a later cycle is passed
+        on only once this peer has applied the present cycle's entries."""
         was_training = self.trainer.is_training
         self.trainer.take(done)
         if was_training and not self.keeps_work:
@@ -145,7 +147,7 @@ class StepCycle:
             self.trainer.take(WorkEnds(log.position, header))
         self.trainer.captures.entry_made(header, self._context.me)
         self.replica.take(EntryMade(header, certificate, keeps))
-        if not self.replica.log.made:  # only whole cycles are on the disk, so votes at their positions end now (R11)
+        if not self.replica.log.made:  # the cycle is complete, so the log on the disk has it: drop its votes (R11)
             for position in self._certified:
                 self._context.votes.close(position)
             self._certified.clear()
@@ -184,7 +186,7 @@ class StepCycle:
         elif lease is not None and not self.replica.is_behind:
             self._begin(lease, self._context.settings.inner_steps)
         else:
-            self.look_for_hindrance()  # the finished training may not have counted
+            self.look_for_hindrance()  # perhaps this peer has no lease because its work cannot count
             self._ask_at_once()
             self.join()
 
@@ -235,8 +237,8 @@ class StepCycle:
         self._context.emit(Note("info", f"the leader {leader} refused this peer: {refuse.reason}"))
         ours = self.replica.state_digest
         if refuse.state_digest == ours:
-            # Samples from the log or from this leader are valid. Another leader may have granted the same samples to
-            # two peers.
+            # Samples from the log, or from the leader that refuses, are valid. Other samples are dropped, because a
+            # different leader may have granted them to two peers.
             is_good = leader == round.granted_by or self._context.me in self.replica.log.leases
             if round.is_taking_part and not is_good:
                 self._drop_work()
@@ -247,7 +249,8 @@ class StepCycle:
 
     # Catching up ------------------------------------------------------------------------------------------------
     def on_heartbeats(self) -> None:
-        """Check this peer's state, whether other peers are ahead, and whether this peer's work can count."""
+        """Fetch the state of most voters if their heartbeats name another one than this peer's. Look for peers that are
+        ahead, and stop training if this peer's work cannot count."""
         self._check_state()
         self._look()
         self.look_for_hindrance()

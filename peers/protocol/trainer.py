@@ -19,7 +19,7 @@ from peers.values.workload import Progress, Trained
 NOTHING = Trained((), 0, 0.0)
 """The work of a peer that missed a fragment's turn: no tokens."""
 STUCK = 3.0
-"""A worker counts as hanging after this multiple of its longest pause between two progress reports."""
+"""A worker counts as hanging after this multiple of its longest silence between two progress reports."""
 
 
 class TrainerState(StrEnum):
@@ -200,19 +200,19 @@ class Captures:
 
 
 class WorkerWatch:
-    """The detection of a hanging worker: one without progress for at least `patience` seconds, and for much longer than
-    in any finished training. Silences in trainings that are stopped one after another are added up."""
+    """The detection of a hanging worker: its silence, the time since its last progress, is longer than `patience`
+    seconds, and much longer than any silence in a finished training. Stopping a training does not end the silence."""
 
     def __init__(self, patience: float) -> None:
         self._patience = patience
-        self._silence = 0.0  # seconds in which the worker made no progress, summed over stopped trainings
+        self._silence_before = 0.0  # part of the silence, in seconds, before the present training began
         self._since: float | None = None  # time of the last progress in the present training; None between trainings
-        self._pause = 0.0  # longest pause in the present training, in seconds
-        self._longest: float | None = None  # longest pause in finished trainings, in seconds
+        self._longest_now = 0.0  # longest silence in the present training, in seconds
+        self._longest_ever: float | None = None  # longest silence in any finished training, in seconds
         self.is_resting = False  # True once the run has ended, so that no progress is expected
 
     def begin(self, now: float) -> None:
-        self._since, self._pause, self.is_resting = now, 0.0, False
+        self._since, self._longest_now, self.is_resting = now, 0.0, False
 
     def rest(self) -> None:
         """Expect no progress until the next training begins, because the run has ended."""
@@ -220,29 +220,29 @@ class WorkerWatch:
 
     def progress(self, now: float) -> None:
         """Record that the worker made progress at the time `now`, and how long it had made none."""
-        self._pause = max(self._pause, self._silent(now))
+        self._longest_now = max(self._longest_now, self._silence(now))
         self.forgive(now)
 
     def forgive(self, now: float) -> None:
         """Count the silence anew from the time `now`, because the worker may have waited for an average."""
         if self._since is not None:
-            self._silence, self._since = 0.0, now
+            self._silence_before, self._since = 0.0, now
 
     def finish(self, now: float) -> None:
-        """Record that the training was finished at the time `now`, and the longest pause in it."""
+        """Record that the training was finished at the time `now`, and the longest silence in it."""
         self.progress(now)
-        self._since, self._longest = None, max(self._pause, self._longest or 0.0)
+        self._since, self._longest_ever = None, max(self._longest_now, self._longest_ever or 0.0)
 
     def end(self, now: float) -> None:
-        """Stop watching at the time `now`. The silence of an unfinished training counts towards the next training's."""
-        self._silence, self._since = self._silent(now), None
+        """Stop watching at the time `now`. The silence until then continues in the next training."""
+        self._silence_before, self._since = self._silence(now), None
 
     def is_stuck(self, now: float) -> bool:
         """Return True if there has been no progress for longer than `patience`, and longer than STUCK times the longest
-        pause in finished trainings. Before the first finished training return False."""
-        if self._since is None or self._longest is None:
+        silence in finished trainings. Before the first finished training return False."""
+        if self._since is None or self._longest_ever is None:
             return False
-        return self._silent(now) > max(self._patience, STUCK * self._longest)
+        return self._silence(now) > max(self._patience, STUCK * self._longest_ever)
 
-    def _silent(self, now: float) -> float:
-        return self._silence + (now - self._since if self._since is not None else 0.0)
+    def _silence(self, now: float) -> float:
+        return self._silence_before + (now - self._since if self._since is not None else 0.0)

@@ -26,7 +26,7 @@ class Views:
         self._context = context
         self._presence = presence
         self._log = log
-        self._has_given = False
+        self._has_granted = False
 
     def look(
         self,
@@ -34,16 +34,17 @@ class Views:
         is_taking_part: bool,
         replica: Replica,
         reached_by_others: Mapping[str, int],
-        has_given: bool,
+        has_granted: bool,
     ) -> None:
-        """Update the peers at work at this position, this peer's view, and the view's leader.
+        """Update the peers that work on this position's entry, this peer's view, and the view's leader, from the time
+        and the other peers' heartbeats.
 
         Args:
             is_taking_part: true if this peer is ready, or exchanges.
             reached_by_others: the views that members named to this peer in Ready.
-            has_given: true if this peer has granted samples to a joiner at this position.
+            has_granted: true if this peer has granted samples to a joiner at this position, so that it may lead.
         """
-        self._has_given = has_given
+        self._has_granted = has_granted
         ready_since = work.since if is_taking_part else None
         is_level = replica.state in (ReplicaState.LEVEL, ReplicaState.APPLYING)
         self.attendance.look(ready_since, is_level and work.is_under_way, replica.is_behind)
@@ -69,9 +70,9 @@ class Views:
         return any(self._is_there(peer) for peer in self._log.ring)
 
     def leader_of(self, view: int) -> str | None:
-        """Return the leader of a view (R1). If the log determines none (R13), view 0 is led by the lowest id of the
-        peers at work here (if there are none: of the founders), each later view by the lowest hash of view and id. So
-        peers that hear different peers still mostly agree."""
+        """Return the leader of a view (R1): the log's, if the log determines one (R13). Otherwise the peer at work with
+        the lowest id leads view 0, and the peer at work or possible founder with the lowest digest of head, view and id
+        leads a later view."""
         if self._is_log_led:
             return self._log.leader_of(view)
         at_work, head = self._at_work(), self._log.position.head
@@ -85,7 +86,7 @@ class Views:
         at_work = set(self.attendance.at_work)
         if self.granted_by and now - self.granted_by[1] <= self._context.settings.timing.heartbeat_expiry:
             at_work.add(self.granted_by[0])
-        if self._has_given:
+        if self._has_granted:
             at_work.add(me)
         return at_work
 

@@ -39,7 +39,8 @@ class Voter:
         self._presence = presence
         self._replica = replica
         self._log = self._here = log
-        self._proposed: dict[bytes, tuple[Header, Group]] = {}  # by digest: proposed header, and voters of a minority
+        # By digest: each proposed header, and the minority that votes on it; empty if the whole run votes.
+        self._proposed: dict[bytes, tuple[Header, Group]] = {}
         self._tally = Tally(self.place)
         for vote in self._cast_before:
             self._tally.hear(context.me, vote)
@@ -134,8 +135,8 @@ class Voter:
         return self._certified(vote.choice)
 
     def _may_count(self, sender: str, vote: Vote) -> bool:
-        """Return True if the vote may count, because the sender is a voter of the run, this peer itself, or a live
-        peer. A live peer may be a founder, or in a minority's group."""
+        """Return True if the sender is a voter of the run, this peer itself, or any live peer. Live peers that are no
+        voters of the run may vote as founders, or in a minority."""
         is_voter = self._log.last is not None and self._log.counts(sender, vote.incarnation)
         return is_voter or sender == self._context.me or self._presence.is_live(sender)
 
@@ -175,7 +176,7 @@ class Voter:
     def proves(self, certified: Certified, sender: str) -> bool:
         """Return True if the message has a valid commit certificate of its header; otherwise report the sender."""
         assert certified.certificate is not None
-        # Until this peer's new state is digested, `self.here` has the digest of the state before.
+        # Until the digest of this peer's new state is known, check the header without it (`self.here` has an old one).
         here = self.here if self._replica.is_settled else self._log
         try:
             here.check_next(certified.header)
@@ -186,8 +187,8 @@ class Voter:
         return True
 
     def pass_on(self, certified: Certified, leader: str | None, asked: Collection[str]) -> None:
-        """Forward a certificate down a tree if the header has many members. Few members receive all votes: then only
-        the leader forwards, and only a prepare certificate to members not `asked` for vote 1."""
+        """Forward a certificate to this peer's children in a tree of the members. If the members are so few that all
+        receive all votes, only the leader forwards: prepare certificates, to live members not `asked` for vote 1."""
         assert certified.certificate is not None
         header, group, me = certified.header, certified.certificate.group, self._context.me
         members = audience(self._log, header, group)
@@ -210,7 +211,7 @@ class Voter:
 
 # Receivers of votes and certificates --------------------------------------------------------------------------
 def choice_of(certified: Certified) -> Choice:
-    """Return the choice that the votes in a header's certificate are for."""
+    """Return the object of the votes in a header's certificate: the header's digest in one ballot and phase."""
     assert certified.certificate is not None
     return certified.certificate.choice
 

@@ -130,10 +130,10 @@ def test_r3_a_leader_deals_nothing_for_a_term_to_a_reducer_that_did_badly() -> N
 def test_r3_members_that_did_badly_average_nothing_if_others_can() -> None:
     """One with a slow link, or that gives nothing, would else hold up each round."""
     roster = round_among("abcdef").roster
-    dealt = {share.member.peer: share.chunks for share in shares(roster, {}, 60, besides="f")}
+    dealt = {share.member.peer: share.chunks for share in shares(roster, {}, 60, failed="f")}
     assert dealt == {"a": 12, "b": 12, "c": 12, "d": 12, "e": 12, "f": 0}
-    for besides in ("abcdef", "bcdef", "xyz"):
-        assert {share.chunks for share in shares(roster, {}, 60, besides)} == {10}, "too much for one link"
+    for failed in ("abcdef", "bcdef", "xyz"):
+        assert {share.chunks for share in shares(roster, {}, 60, failed)} == {10}, "too much for one link"
 
 
 @given(ONE_WAY, ONE_WAY)
