@@ -201,8 +201,7 @@ def _why_not_in(state: VoterState, ballot: Ballot, last: Vote | None) -> Refusal
 
 
 def _is_bound(lock: Certified | None, propose: Propose) -> bool:
-    """Return True if the voter's lock forbids vote 1. It allows a proposal with a newer certificate, or with one as new
-    and for the locked header. The whole run's are newer than a minority's, which bind only a minority's ballots."""
+    """Return True if the voter's lock forbids its vote 1 for the proposal (R5.3)."""
     if lock is None:
         return False
     locked = _choice_of(lock)

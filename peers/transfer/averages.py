@@ -250,7 +250,8 @@ class ContributionRequest(Value):
 async def serve_contributions(
     transport: PullTransport, run: str, buffers: Sequence[PayloadBuffers], is_member: Callable[[int, str], bool]
 ) -> None:
-    """Begin to send chunks of this peer's last contribution to a fragment, on request, to members of its last round."""
+    """Begin to answer each ContributionRequest. Send the chunk to a member of the fragment's last round, as `is_member`
+    reports; refuse any other peer."""
     places = Places(READERS, 1)
 
     @asynccontextmanager

@@ -33,7 +33,8 @@ MOST = LONGEST  # seconds after which a request to a donor is given up
 # seconds expected for a new donor's first range
 SILENT = 10.0
 RANGES = 4  # ranges requested from a donor at once, enough for a link of 1 Gbit/s and 40 ms (a range has up to 8 MiB)
-# maximum requests from one peer that this peer answers at the same time: RANGES, and one that was cancelled just now
+# maximum requests from one peer that this peer answers at the same time: the RANGES that a peer sends at once, and one
+# more, since this peer may still be answering a request that the other peer has just cancelled
 PULLS = RANGES + 1
 LOOK = 1.0  # seconds between two checks for silent donors
 
@@ -177,7 +178,7 @@ class Download:
                 self._ask_more_of(waiting)
                 if not self._workers:
                     raise DownloadError("; ".join(self._reasons.values()) or "there was no peer to ask")
-                await self._change_or_look()
+                await self._wait_for_worker()
         finally:
             await cancel_and_wait(*self._workers)
             self._data = memoryview(b"")  # release the data, since tracebacks of failed pulls refer to this object
@@ -293,8 +294,9 @@ class Download:
         self._changed.set()
         self._changed = asyncio.Event()
 
-    async def _change_or_look(self) -> None:
-        """Wait until a worker reports a change. After LOOK seconds without a change, wake idle workers."""
+    async def _wait_for_worker(self) -> None:
+        """Wait until a worker has fetched a range or has failed, at most LOOK seconds. Then idle workers choose a range
+        again."""
         try:
             async with asyncio.timeout(LOOK):
                 await self._changed.wait()

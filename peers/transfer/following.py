@@ -299,9 +299,10 @@ class Following:
         )
 
     async def _next(self, beat: Heartbeat, donors: Sequence[str]) -> _Next | None:
-        """Return the next cycle of a peer's log; None if that log split off from this follower's and is no better.
+        """Return the next cycle of a peer's log; None if this log and the follower's have split, and the peer's branch
+        is not better (R21).
 
-        Raises: PeerUnreachableError, RemoteProtocolError, LogError; _OtherLineageError if its log is better.
+        Raises: PeerUnreachableError, RemoteProtocolError, LogError; _OtherLineageError if the peer's branch is better.
         """
         try:
             if beat.index <= self.log.position.index:

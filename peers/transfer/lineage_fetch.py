@@ -176,10 +176,11 @@ class LineageFetch:
     async def compare(
         self, donor: str, index: int, others: Sequence[str], here: LogState, head: bytes | None = None
     ) -> Compared:
-        """Compare the donor's log up to `index` with this peer's log. This peer's state is at the end of `here`.
+        """Compare the donor's log up to outer step `index` with this peer's log up to `here`. Entries that the donor
+        does not send are fetched from `others`.
 
-        `others` are asked for entries that `donor` does not have; signatures show whether they fit. No peer is asked if
-        our own log already contains the `head` that the donor is at, since a straggler's log may be long.
+        `head` is the donor's head at `index`, if known. If this peer's log contains it, no peer is asked, and both
+        branches in the result are empty.
 
         Raises: LineageError.
         """
@@ -219,8 +220,8 @@ class LineageFetch:
         return _Look(donor, here.position, Walk(start, verify), Chain(self._ours.empty_log)), stretch
 
     def _compared(self, theirs: Branch, here: LogState, chain: Chain) -> Compared:
-        """Return both branches after the last place that the two logs share. Add the shared heads that this peer knows,
-        because archives may have signed these."""
+        """Return `theirs`, the donor's branch, with this peer's branch from the same start to `here`. Both get the
+        known heads before the start, since archives may have signed these."""
         both = theirs, self._own_branch(theirs.start, here)
         first, heads = self._ours.first + 1, self._ours.heads(0, theirs.start.position.index)
         theirs, ours = (branch.preceded_by(first, heads) for branch in both)
@@ -313,7 +314,8 @@ class LineageFetch:
 async def best_branch(
     transport: PullTransport, beats: Sequence[Heartbeat], empty_log: LogState, signed: SignedHeads = NOTHING_SIGNED
 ) -> tuple[Branch, RunLog]:
-    """Compare the whole logs of some peers that sent `beats`. Return the best branch, and a log with its entries.
+    """Compare the logs of at most ASKED senders of `beats`: the first, and random others. Return the branch that is
+    best by R21, and a log with its entries.
 
     Raises: LineageError when no peer shows a branch, or none contains the heads that the run's archives signed.
     """
@@ -335,7 +337,7 @@ async def best_branch(
             await asyncio.to_thread(log.follow, found.chain, found.theirs.end.position.index)
     if best.end.last is None:
         raise LineageError("; ".join(reasons) or "no peer shows the run's log; try again when a peer trains")
-    # the branch may be of a log that was founded anew, and may end before the first head that archives have signed
+    # refuse a branch without any head that archives have signed: it may be of a second founding of the run
     if signed.indices and not signed.vouched(best.heads):
         raise LineageError(f"no peer shows a log up to outer step {min(signed.indices)}, which archives have signed")
     return best, log

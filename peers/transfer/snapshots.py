@@ -47,8 +47,8 @@ READERS = 16  # maximum requests from live peers of the run that this peer answe
 STRANGERS = 6
 OFFERED = 15.0  # seconds for which a snapshot is held after an offer, even if it is no longer the newest
 IN_USE = 60.0  # seconds for which a snapshot is held after a joiner last fetched chunks of it
-LEAVE = 600.0  # seconds for which joiners may fetch an extra snapshot (see _SnapshotCache), or more if it is large
-SLOWEST = 500_000  # bytes a second; a joiner with this rate has time to fetch the whole of a large extra snapshot
+LEAVE = 600.0  # minimum seconds for which joiners may fetch an extra snapshot (see _SnapshotCache)
+SLOWEST_JOINER = 500_000  # bytes a second; joiners may fetch a snapshot for at least its size divided by this rate
 SETTLE_TIMEOUT = 20.0  # maximum seconds for which a joiner waits for this peer to finish an outer step
 NOT_YET = "the snapshot is made when the outer step under way ends; ask again then"
 NO_ROOM = "as many snapshots as there is room for are being fetched; ask again later"
@@ -251,7 +251,7 @@ class _SnapshotCache:
         if self._extra is not None and self._extra[1] is not snapshot:
             self._drop_extra()
         self._extra, self._is_asked_for = (head, snapshot), is_asked_for
-        self._leaves_at = self._clock() + max(LEAVE, len(snapshot.data) / SLOWEST)
+        self._leaves_at = self._clock() + max(LEAVE, len(snapshot.data) / SLOWEST_JOINER)
 
     @property
     def _all(self) -> list[tuple[bytes, Snapshot]]:
@@ -442,8 +442,8 @@ class Vouched:
 
     @cached_property
     def _places(self) -> dict[int, LogState]:
-        """The logs, by index, at whose ends no certified entry names the state, so that live peers must report it: the
-        log at the end of `branch`, and those after which an entry with too few signatures names the state."""
+        """The logs whose state live peers must report, by index: the log up to the end of `branch`, and the log before
+        each entry that names a state but has too few signatures."""
         claimed = (place for place in self.branch.doubts if place.position.index in self.branch.claimed)
         return {place.position.index: place for place in (*claimed, self.branch.end)}
 
@@ -517,9 +517,10 @@ async def fetch_snapshot(
 
 
 async def _choose(offered: Mapping[str, Offered], vouch: Callable[[], Awaitable[Vouched]]) -> list[str]:
-    """Return the donors of an offered snapshot for which the log vouches. Wait at most PATIENCE seconds until it does.
+    """Return the donors of an offered snapshot for which the log vouches. If it vouches for none yet, try again for at
+    most PATIENCE seconds, then raise NotYetVouchedError.
 
-    Raises: SnapshotError, also after PATIENCE seconds; the exceptions of `vouch`.
+    Raises: SnapshotError; the exceptions of `vouch`.
     """
     clock = asyncio.get_running_loop()
     until = clock.time() + PATIENCE
@@ -573,7 +574,11 @@ async def ask_size(transport: PullTransport, donors: Sequence[str], log: LogStat
 async def _ask_offer(
     transport: PullTransport, donor: str, log: LogState, least: int, limit: int, size: int | None
 ) -> Offered:
-    """Return a donor's offer. Raises: PeerUnreachableError; RemoteProtocolError when the offer is not valid."""
+    """Ask a donor for a snapshot of outer step `least` or later, and return its offer.
+
+    Raises: PeerUnreachableError; RemoteProtocolError when the offer has more than `limit` bytes of digests, is not of a
+    snapshot of `size` bytes (None: any size), or does not fit the log.
+    """
     request = pack(SnapshotRequest(run=log.run, head=None, least=least, first=0, last=0))
     packed, digests = await transport.pull(donor, SNAPSHOT, request, limit, OFFER_TIMEOUT)
     offer = unpack_from(donor, SnapshotOffer, packed)

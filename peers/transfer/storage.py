@@ -30,7 +30,8 @@ class MemoryFile:
     of it is left."""
 
     def __init__(self, descriptor: int, size: int, is_reserved: bool = True) -> None:
-        """Create the object, which then owns `descriptor`. With `is_reserved`, the system provides all bytes now.
+        """Create the object, which then owns `descriptor`. The system allocates all bytes now if `is_reserved`,
+        otherwise each page when it is first written.
 
         Raises: OSError when there is no room.
         """

@@ -92,8 +92,7 @@ class SamplePool:
         return dealt, SamplePool(cursor, tuple(reversed(free)))
 
     def claim(self, lease: Iterable[SampleRange]) -> SamplePool:
-        """Return the pool without the given ranges, which peers have trained or leased. If a range ends beyond the
-        cursor, its end becomes the cursor. Samples that are skipped so become free.
+        """Return the pool without the ranges of `lease`, which peers have trained or leased.
 
         Raises:
             ValueError: a range is not in the pool, because another peer trained or holds it, or is claimed twice.

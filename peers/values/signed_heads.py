@@ -123,12 +123,14 @@ class SignedHeads:
 
     @cached_property
     def indices(self) -> frozenset[int]:
-        """The indices of the heads in `believed`."""
+        """The indices of the heads that count. An archive's heads count below the first index at which it contradicts
+        itself or another archive."""
         return frozenset(head.index for head in self.believed)
 
     @property
     def newest(self) -> SignedHead | None:
-        """The head in `believed` with the highest index; None if no head counts."""
+        """The head with the highest index, of those that count; None if none counts. An archive's heads count below the
+        first index at which it contradicts itself or another archive."""
         return self.believed[-1] if self.believed else None
 
     # Branches -------------------------------------------------------------------------------------------------
@@ -144,7 +146,8 @@ class SignedHeads:
         return max((one.index for one in reached), default=0)
 
     def contradiction(self, heads: Mapping[int, bytes]) -> SignedHead | None:
-        """Return the first signed head that differs from the branch's head at the same index; None if there is none."""
+        """Return the first signed head that differs from the head at its index in `heads`, which are the heads of a
+        branch by index. Return None if no head differs."""
         return next((one for one in self.believed if heads.get(one.index, one.head) != one.head), None)
 
     def vouched(self, heads: Mapping[int, bytes]) -> int:
@@ -162,7 +165,7 @@ def _text(run: str, index: int, head: bytes) -> bytes:
 
 def _disbelieved(heads: Iterable[SignedHead]) -> dict[str, int]:
     """Return the index from which on an archive's heads do not count, by archive. At this index the archive has signed
-    two heads, or another head than an archive that still counted."""
+    two heads, or it and another archive that still counted have signed different heads: then both stop counting."""
     at: dict[int, dict[str, set[bytes]]] = {}
     for one in heads:
         at.setdefault(one.index, {}).setdefault(one.archive, set()).add(one.head)

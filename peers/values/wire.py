@@ -23,7 +23,7 @@ from peers.values.leases import SampleRange
 # increased when peers of the earlier version would misread new messages: the two versions cannot share a run
 PROTOCOL_VERSION = 18
 DIGEST_BYTES = 32  # bytes of a BLAKE3 digest
-REASON_LIMIT = 500  # maximum characters of a text from a peer
+REASON_LIMIT = 500  # maximum characters of a text from a peer: `Reason` refuses longer ones, `printable` cuts them
 LONGEST_WAIT = 30 * 86400.0  # maximum value of a time in a message: 30 days, in seconds
 MESSAGE_LIMIT = 1 << 20  # maximum bytes of a message; a roster of 1,000 peers with their leases needs about 200 KB
 NICKNAME_LENGTH = 32  # maximum characters of the name of a team or peer
