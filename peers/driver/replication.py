@@ -99,7 +99,8 @@ class _Recorder:
             except LogFolderError as error:  # training continues without this entry on the disk
                 self._note(str(error), header.index)
             else:
-                self._note("", header.index)
+                if state_digest is not None:  # only the end of a cycle writes entries, so only that shows a sound disk
+                    self._note("", header.index)
                 if self._log.is_on_disk:
                     self._buffers[header.fragment].kept.lies_on_disk(header.payload)
             if self._log.first:

@@ -70,8 +70,10 @@ def test_a_payload_that_the_disk_does_not_take_is_not_said_to_lie_there(tmp_path
 def test_a_disk_that_takes_nothing_is_told_of_once_and_when_that_changes_or_is_over(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Regression: there was a warning for each entry."""
-    reasons = ["No space left on device", "No space left on device", "Read-only file system", "", ""]
+    """Regressions: there was a warning for each entry; and in a run with fragments, where only the end of a cycle writes
+    entries, the next fragment's entry was taken for a disk that works again."""
+    reasons = ["No space left on device", "No space left on device", "Read-only file system", "", "", ""]
+    ends_cycle = [True, True, True, False, True, True]
 
     def append(*arguments: object) -> None:
         if reason := reasons.pop(0):
@@ -82,15 +84,15 @@ def test_a_disk_that_takes_nothing_is_told_of_once_and_when_that_changes_or_is_o
         monkeypatch.setattr(log, "append", append)
         recorder = recorder_of(rig, log)
         first = rig.header(payload.digest)
-        for index in range(len(reasons)):
-            recorder.add(Apply(first.model_copy(update={"index": index})), STATE, payload)
+        for index, ends in enumerate(ends_cycle):
+            recorder.add(Apply(first.model_copy(update={"index": index})), STATE if ends else None, payload)
             await recorder.finish()
 
     asyncio.run(scenario())
     assert [record.getMessage() for record in caplog.records if record.name == recorder_module.__name__] == [
         "entries from 0 on are not on the disk: cannot keep the run's log: No space left on device. Make room there.",
         "entries from 2 on are not on the disk: cannot keep the run's log: Read-only file system. Make room there.",
-        "the disk works again: entries from 3 on, and those missing before, are written",
+        "the disk works again: entries from 4 on, and those missing before, are written",
     ]
 
 
