@@ -26,12 +26,13 @@ def golden_values(name: str) -> reference.Floats:
     ties = np.arange(count) % 9 == 0
     values[ties] = (generator.integers(-24, 25, count)[ties] / 4).astype(np.float32)
     values[200:204] = np.float32(0), np.float32(-0.0), np.float32(1e-40), np.float32(-1e-42)
-    # In formats with a scale, the next lines make the scale of one block 1, so that some multiples of 1/4 in the block
-    # are exact rounding ties.
-    values[600] = {"int8": 127, "uint4": -1, "e3m0": -64, "fp16": 1}.get(name, 12)
+    # The next lines make the scale of one block 1, so that some multiples of 1/4 in the block are exact rounding ties.
     if name == "uint4":
-        values[600:768] = np.clip(values[600:768], -1, 14)
-        values[601] = 14
+        block = values[512:768]
+        block[:2] = -1, 14
+        np.clip(block, -1, 14, out=block)
+    else:
+        values[600] = {"int8": 127, "e3m0": -64, "fp16": 1}.get(name, 12)
     return values
 
 
