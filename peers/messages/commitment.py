@@ -66,7 +66,7 @@ class Contribution(Value):
         return Sum(self.digest, self.squares)
 
     def author(self, peer: str, incarnation: int, position: Position) -> Author:
-        """Return the author that this contribution's commitment names: the arguments, and the contribution's `number`."""
+        """Return the author that the commitment names: the arguments, and this contribution's `number`."""
         return Author(peer=peer, incarnation=incarnation, position=position, number=self.number)
 
     def signed(self, signature: bytes) -> Commitment:
