@@ -162,7 +162,8 @@ class Uplink:
                 other.hangs_at.add(to)
 
     def _earlier(self, sending: Outgoing, to: str) -> list[Outgoing]:
-        """Return the earlier rounds that still have chunks to send to a member, without those marked as hanging."""
+        """Return the senders of rounds that began before `sending` and still have chunks for `to`. Leave out senders
+        that sent no chunk to `to` for PATIENCE seconds (`hangs_at`)."""
         earlier = takewhile(lambda one: one is not sending, self._rounds)
         return [other for other in earlier if other.has_more(to) and to not in other.hangs_at]
 

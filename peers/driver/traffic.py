@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 ADMISSION_TIMEOUT = 10.0  # maximum seconds that a stream waits for this peer to begin the stream's round
-AGAIN = 1800.0  # seconds after which an idle link is measured again
-TRIES = 3  # maximum number of peers with which the link is measured
+AGAIN = 1800.0  # seconds after which an idle machine's rates are measured again
+MEASURED_PEERS = 3  # maximum number of peers with which this machine's upload and download rates are measured
 
 
 class Traffic:
@@ -58,17 +58,17 @@ class Traffic:
 
     @property
     def peaks(self) -> tuple[float, float]:
-        """The link's best upload and download rates in recent rounds, in bytes a second; 0 if unknown."""
+        """This machine's best upload and download rates in recent rounds, in bytes a second; 0 if unknown."""
         return self.uplink.meter.rate, self._downlink.rate
 
     @property
     def rate(self) -> int:
-        """The link's rate in recent rounds, usable in both directions at once, in bytes a second; 0 if unknown."""
+        """This machine's rate in recent rounds, usable in both directions at once, in bytes a second; 0 if unknown."""
         return int(self._transport.caps.of_both(*self.peaks))
 
     @property
     def last_uplink(self) -> float:
-        """The link's latest upload rate, within the volunteer's cap, in bytes a second; 0 if unknown."""
+        """This machine's latest upload rate, within the volunteer's cap, in bytes a second; 0 if unknown."""
         return self._transport.caps.of_upload(self.uplink.meter.last)
 
     @property
@@ -77,7 +77,7 @@ class Traffic:
         return {peer: int(meter.rate) for peer, meter in self._from.items() if meter.rate}
 
     def knows(self, upload: float, download: float) -> None:
-        """Record the link's upload and download rates, measured outside a round, in bytes a second."""
+        """Record this machine's upload and download rates, measured outside a round, in bytes a second."""
         self.uplink.meter.knows(upload)
         self._downlink.knows(download)
 
@@ -197,7 +197,8 @@ class Scout:
         await self._transport.on_stream(RATING, self._rater.answer)
 
     def look(self) -> None:
-        """Report the links to other peers and this peer's rate to the protocol, and measure the rate when due."""
+        """Report the links to other peers and this machine's rate (bytes a second) to the protocol. Measure the rate
+        over direct links if the last measurement is AGAIN seconds old, and no round is under way."""
         links = self._transport.links
         reach = links.reach()
         self._host.handle(ReachSeen(reach, self._traffic.rates, links.sought()))
@@ -214,7 +215,7 @@ class Scout:
         each direction, or of two rates the higher one. One slow or lying peer of three cannot push the median beyond
         the rates of the other two."""
         rates = list[tuple[float, float]]()
-        for peer in random.sample(peers, min(len(peers), TRIES)):
+        for peer in random.sample(peers, min(len(peers), MEASURED_PEERS)):
             try:
                 async with self._transport.stream(peer, RATING) as channel:
                     rates.append(await self._rater.ask(channel))

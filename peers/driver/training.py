@@ -23,10 +23,10 @@ from peers.values.workload import Progress, Trained, Workload
 if TYPE_CHECKING:
     from peers.driver.driver import Driver
 
-FIRST_STEP_LIMIT = 1800.0  # seconds for the first inner step, at most; a compiler may run during it
-STEP_LIMIT = 600.0  # seconds from one inner step to the next, at most
+FIRST_STEP_LIMIT = 1800.0  # seconds that the health check allows for the first inner step; a compiler may run during it
+STEP_LIMIT = 600.0  # seconds that the health check allows from one inner step to the next
 STUCK = "training has not gone on"
-USUAL_STEPS = 10  # a step may also take this many times as long as the longest so far, if that exceeds the limits above
+STEP_FACTOR = 10  # the health check allows this many times the longest inner step so far, if that is more
 
 
 class Sending(NamedTuple):
@@ -96,7 +96,7 @@ class Training:
     async def _watched(self, train: Train) -> Trained:
         """Run the workers' inner steps for a lease, and return their result. The health check "training" fails if the
         workers are silent for long."""
-        HEALTH.expect("training", max(FIRST_STEP_LIMIT, USUAL_STEPS * self._longest_step), STUCK)
+        HEALTH.expect("training", max(FIRST_STEP_LIMIT, STEP_FACTOR * self._longest_step), STUCK)
         self._stepped_at, self._is_watched = None, True
         try:
             return await self._workload.run_inner_loop(train, self._progress, partial(self._captured, train))
@@ -110,8 +110,8 @@ class Training:
         HEALTH.forget("training")
 
     def look(self) -> None:
-        """Extend the health check's time limit while the workers wait for a round or for an average to be applied.
-        Workers do not wait if their training began in an earlier cycle."""
+        """Restart the time limit of the health check "training" while the workers may wait for a round or an average.
+        They wait only in the cycle in which their training began."""
         peer = self._host.peer
         is_late = peer.trainer.is_late(peer.log)
         are_open = all(round.state is RoundState.OPEN for round in peer.rounds.values())
@@ -120,7 +120,7 @@ class Training:
             self._stepped_at = None  # a step that included a wait is not measured
 
     def _expect_a_step(self) -> None:
-        HEALTH.expect("training", max(STEP_LIMIT, USUAL_STEPS * self._longest_step), STUCK)
+        HEALTH.expect("training", max(STEP_LIMIT, STEP_FACTOR * self._longest_step), STUCK)
 
     async def _captured(self, train: Train, fragment: int) -> None:
         """Quantize a fragment's pseudo-gradient, and pass it to the protocol for its round. If no round needs it any

@@ -33,7 +33,7 @@ HEADER_LIMIT = 1 << 20  # maximum bytes of an entry, packed as a header, or in b
 
 
 class Turnout(Value):
-    """A roster in brief: `members` in order, and `deviations` of some of them from `LogState.expected`.
+    """A roster in brief: its `members` in order, and `deviations`, the values of members that the log did not predict.
 
     In `members`, a range [first, last) means the peers at these places in `LogState.lease_places`. A Member is written
     in full if it has no lease, or another incarnation than the log expects.

@@ -254,8 +254,8 @@ class RunLog:
             yield entry, log
 
     def lineage(self, end: LogState) -> Lineage:
-        """Return the lineage of a peer whose log ends at `end`, made from this log's entries. Read all certificates, to
-        find the last entry that a minority made, however old it is."""
+        """Return the last entries up to `end` as a `Lineage`; one without entries if this log does not have `end`. Read
+        the certificates of all entries, since the last entry that a minority made may be old."""
         lineage = Lineage(self.empty_log if self.first == 0 else end)
         for index, log in self._chain.states(self.first, end.position.index):
             header = newest(log)
@@ -267,7 +267,8 @@ class RunLog:
         return lineage if lineage.log.position == end.position else Lineage(end)
 
     def stretch(self, first: int, last: int, is_whole: bool) -> Stretch:
-        """Return cycles to send to another peer: see `Chain.stretch`."""
+        """Return as many of the cycles [first, last) as a stretch may have; none if `first` is missing. With
+        `is_whole`, the first cycle's entries are headers, for a receiver that does not know the log before them."""
         return self._chain.stretch(first, last, is_whole)
 
     def append(
@@ -341,8 +342,8 @@ class RunLog:
         return None
 
     def _save(self, appended: Sequence[Entry] = ()) -> None:
-        """Write the changed entries to the disk, if this log is on a disk. If `appended` is given, only these entries,
-        at the end, are new."""
+        """Write the log to the disk, if it is on a disk: append the entries `appended`, or if there are none, write all
+        entries anew."""
 
     def _add(self, entry: Entry, header: Header) -> None:
         known = self._chain.entry(header.index, header.fragment)
@@ -352,7 +353,7 @@ class RunLog:
             if is_known:
                 return
             self._made.clear()
-        # Collect the whole cycle, even entries that are stored already: a later fragment's entry may be another.
+        # Collect the whole cycle, even stored entries: it may differ from the stored cycle in a later fragment only.
         self._made[header.fragment] = entry, header
         if len(self._made) == self._chain.fragments:
             made, self._made = [self._made[fragment] for fragment in sorted(self._made)], {}
@@ -360,8 +361,8 @@ class RunLog:
                 self._add_cycle(header.index, [entry for entry, _ in made], [header for _, header in made])
 
     def _add_cycle(self, index: int, cycle: list[Entry], headers: Sequence[Header]) -> None:
-        """Add the entries of one cycle, in the order of fragments. If one of them has the state digest, store it in the
-        closing entry."""
+        """Add the entries of one cycle, in the order of fragments. Any entry may have the digest of the state after the
+        cycle, which is stored in the last entry."""
         state_digest = next((entry.state_digest for entry in cycle if entry.state_digest), None)
         cycle = [replace(entry, state_digest=None) for entry in cycle]
         cycle[-1] = replace(cycle[-1], state_digest=state_digest)

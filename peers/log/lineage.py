@@ -30,7 +30,7 @@ class Lineage:
     """The last entries of a peer's log. Entries before the snapshot with which the peer began are missing: only their
     heads are known, from the peers that vouched for the snapshot, or from the log on this machine (`recall`).
 
-    `doubt` is the newest place in it at which a minority made an entry alone, according to the certificates.
+    `doubt` is the log before the last cycle that a minority made alone, according to the certificates.
     """
 
     def __init__(self, log: LogState) -> None:
@@ -63,8 +63,8 @@ class Lineage:
         return next(reversed(self._starts.values()))
 
     def after(self, position: Position) -> tuple[Header, Certificate | None] | None:
-        """Return the header and the certificate of this lineage's entry at a position. Return None if the lineage has
-        no recent entry there."""
+        """Return the header and the certificate (None if it is unknown) of the entry at a position. Return None if the
+        entry is not among the log's last ones."""
         return self._followers.get((position.head, position.fragment))
 
     def start(self, head: bytes) -> LogState | None:
@@ -72,8 +72,8 @@ class Lineage:
         return self._starts.get(head)
 
     def lacks(self, index: int, head: bytes) -> bool:
-        """Return True if this lineage's head after `index` cycles is not `head`, or is not made yet. Return False if it
-        is too old to be known."""
+        """Return True if the log has fewer than `index` cycles, or another head than `head` after them. Return False if
+        it has this head, or if its head there is too old to be known."""
         return index >= self.known_from and self.head_at(index) != head
 
     @property
@@ -109,11 +109,10 @@ class Lineage:
         return tuple(self._heads)
 
     def move(self, log: LogState, theirs: Sequence[bytes], doubt: LogState | None = None) -> tuple[Header, ...]:
-        """Replace this lineage by that of `log`, a snapshot's log with the newest heads `theirs`. Return the entries of
-        the old lineage in cycles whose head is not in `theirs`.
+        """Begin anew with a snapshot's log, its newest heads `theirs`, and `doubt`, the log before its last cycle made
+        alone, if any. Return the old entries in cycles whose head is not in `theirs`.
 
-        Entries before the oldest of `theirs` are not returned, since both lineages may have them. `doubt` is the newest
-        place in the new lineage at which a minority made an entry.
+        Entries before the oldest of `theirs` are not returned, since both logs may have them.
         """
         heads, place, end = list(theirs), -1, log.position
         if log.last is not None:
@@ -139,8 +138,8 @@ class Branch:
 
     `first` has the entries of the first cycle: by fragment, the digest and the support. `certificates` are theirs, with
     checked signatures. `heads` has the log's head after each cycle, from `start` on, by index. `states` has the digests
-    of the state there, as certified entries name them, and `claimed` as uncertified ones do. `doubts` are the places
-    at which a minority made an entry. `founders` is the number of founders, if the branch has the run's first entry.
+    of the state there, as certified entries name them, and `claimed` as uncertified ones do. `doubts` are the logs
+    before entries that a minority made. `founders` is the number of founders, if the branch has the run's first entry.
     """
 
     start: LogState
@@ -154,8 +153,8 @@ class Branch:
     certificates: Mapping[int, Certificate] = field(default_factory=dict)
 
     def doubt_before(self, index: int, ours: LogState | None = None) -> LogState | None:
-        """Return the log at the last place before `index` at which a minority made an entry alone, or None. `ours`,
-        the newest such place in this peer's own log, counts if it is before the start of the branch."""
+        """Return the log before the last entry that a minority made in the first `index` cycles; None if there is none.
+        `ours` is the same for this peer's log, and counts only if it ends before the branch starts."""
         is_in_both = ours is not None and ours.position.index < self.start.position.index
         doubts = (*((ours,) if is_in_both else ()), *self.doubts)
         return next((doubt for doubt in reversed(doubts) if doubt and doubt.position.index < index), None)

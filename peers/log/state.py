@@ -197,8 +197,8 @@ class LogState:
 
     @cached_property
     def ring(self) -> tuple[str, ...]:
-        """The peers that lead the next entry's views, in turn (R1): the voters, starting with the last leader, or with
-        the voter after it if its term is over; then the peers on probation. Empty before the first entry.
+        """The peers that lead the next entry's views, in turn (R1): the voters, from the last leader on, or every TERM
+        outer steps, from the voter after it on; then the peers on probation. Empty before the first entry.
 
         The log records failed views only by naming the leader that succeeded, so a leader that fails costs one entry of
         a term.
@@ -340,7 +340,8 @@ class LogState:
         if member.samples and not self.closes:
             raise LogError(f"{member.peer}: only the entry that closes a cycle names trained samples")
         count = sample_count(member.samples)
-        if not self.closes:  # `samples` is empty until the cycle's last entry, so allow a whole lease or grant
+        # Before the cycle's last entry, `samples` is empty: allow the tokens of a whole lease or grant.
+        if not self.closes:
             lease = self.leases.get(member.peer)
             count = self.samples_per_lease if lease is None else sample_count(lease)
         tokens = count * self.tokens_per_sample
@@ -456,7 +457,7 @@ def _closing(
     excluded = _exclusions_after(before, faults, index, log.exclusion)
     liars, peers = {one.peer for one in excluded}, [member.peer for member in roster]
     silent = {*peers, *gone, *(fault.peer for fault in faults)}
-    # members of the last roster come first, then earlier bystanders
+    # The limit drops the oldest bystanders, since `voters` has the members of the last roster first.
     standing_by = [peer for peer in log.voters if peer not in silent][:BYSTANDER_LIMIT]
     return {
         "leases": (*fresh, *log.carried(roster, faults)),
@@ -577,7 +578,7 @@ def _tenures_after(
     is_founding = all(served.get(peer, 0) < probation for peer in roster)
     present = {peer: probation if is_founding else min(probation, served.get(peer, 0) + 1) for peer in roster}
     absent = [tenure for tenure in before if tenure.peer not in present and tenure.peer not in excluded]
-    absent.sort(key=lambda tenure: -tenure.served)  # longest first; of equal tenures, those of the latest members first
+    absent.sort(key=lambda tenure: -tenure.served)  # longest first; of equal ones, the last to leave the roster first
     return (*(Tenure(peer=peer, served=steps) for peer, steps in present.items()), *absent[:MEMBER_LIMIT])
 
 

@@ -23,7 +23,7 @@ VOTES = "votes"
 MACHINE_ID = Path("/etc/machine-id")
 RECORD_LIMIT = 1 << 24  # maximum bytes of a record; a locked header of 1,000 members has some 200 KB
 ENVELOPE = 128  # maximum bytes in the file in addition to the record
-GET_GENERATION = 0x80087601  # Linux's ioctl FS_IOC_GETVERSION, which ext4, XFS and Btrfs support
+GET_GENERATION = 0x80087601  # Linux's ioctl that reads a file's generation: it changes when the inode number is reused
 
 
 class VotesFileError(Exception):

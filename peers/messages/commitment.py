@@ -66,7 +66,7 @@ class Contribution(Value):
         return Sum(self.digest, self.squares)
 
     def author(self, peer: str, incarnation: int, position: Position) -> Author:
-        """Return the `Author` to name in the commitment to this contribution, with these values and `number`."""
+        """Return the author that the commitment names: the arguments, and this contribution's `number`."""
         return Author(peer=peer, incarnation=incarnation, position=position, number=self.number)
 
     def signed(self, signature: bytes) -> Commitment:

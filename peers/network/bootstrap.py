@@ -49,8 +49,8 @@ MANIFEST_LIFETIME = 3600.0  # seconds for which the DHT keeps a manifest
 REPUBLISH_INTERVAL = 300.0  # seconds between two stores of each manifest in the DHT
 # Announcements that a node accepts from one peer, and from one network: at once, and per second.
 ANNOUNCEMENTS_BURST, ANNOUNCEMENTS_RATE = 30.0, 0.1
-NETWORKS_TOGETHER = 20  # all networks together may announce this many times as often as one network
-MANY = 10**6  # all peers together may announce this many times as often as one peer: in effect no limit
+NETWORKS_TOGETHER = 20  # all IP networks together may announce this many times as many runs as one network
+MANY = 10**6  # all peers together may announce this many times as many runs as one peer: in effect no limit
 LIFE_SIGN_INTERVAL = 5.0  # seconds between two reports that this process still runs its event loop
 LIFE_SIGN_LIMIT = 30.0  # seconds without a report from the event loop after which the node counts as hanging
 LOOK_INTERVAL = 10.0  # seconds between two checks whether a run's manifest is due to be stored in the DHT again

@@ -52,7 +52,7 @@ Item = TypeVar("Item")
 Frame: TypeAlias = tuple[Item, bytes, Buffer]
 """A chunk for a stream: the sender's own key for it, header and data."""
 
-PLACE_WAIT = 20.0  # seconds that a pull waits, at most, while we already answer as many pulls as we can at once
+PLACE_WAIT = 20.0  # seconds after which a pull is refused, if we answer as many pulls as we can at once until then
 FEW_PLACES = 2
 """Pulls of one peer that are answered at once, at most, while we answer more than half of the pulls that we can
 answer at once. It is two, because we may not know yet that the peer has given up one of its pulls."""
@@ -115,7 +115,8 @@ class Channel:
         await self._send(opening + PRELUDE.pack(MAGIC, VERSION, len(header), length) + header)
 
     async def read_prelude(self) -> tuple[bytes, int]:
-        """Read the stream's prelude and header. Return the header, and the length in bytes of the data that follows."""
+        """Read the first message of a stream: its lengths (the prelude) and its header. Return the header, and the
+        length in bytes of the data that follows."""
         async with asyncio.timeout(STALL_TIMEOUT):  # limits the time for the whole prelude, not for each byte
             magic, version, header_length, length = PRELUDE.unpack(await self._read(PRELUDE.size))
         if magic == MAGIC and version != VERSION:
@@ -150,7 +151,7 @@ class Channel:
         raise EOFError("a refused stream is over")
 
     async def read_verdict(self) -> None:
-        """Wait for the peer's verdict, and return if the peer accepts. Raises: PeerRefusedError if the peer refuses."""
+        """Wait until the peer accepts the stream. Raises: PeerRefusedError if the peer refuses it."""
         verdict = await self._read(1)
         if verdict == ACCEPTED:
             return
@@ -209,7 +210,8 @@ class Channel:
             raise RemoteProtocolError(self.peer, "it confirmed other bytes than we sent")
 
     async def wait_closed(self) -> None:
-        """Wait a few seconds for the peer to read our last bytes and close the stream, unless the stream stays open."""
+        """Wait up to CLOSE_TIMEOUT seconds for the peer to read our last bytes and close the stream. Return at once if
+        another stream will use the same connection."""
         if self._stays_open:
             return
         with suppress(TimeoutError, asyncio.IncompleteReadError):
@@ -342,7 +344,7 @@ class ChunkSender(Generic[Item]):
             await cancel_and_wait(reading, writing)
 
     async def _write(self, header: bytes, following: Callable[[], Awaitable[Frame[Item] | None]]) -> None:
-        """Write the prelude, then all frames. The prelude and the first frame go into one packet.
+        """Write the header, then the frames that `following` returns. One packet has the header and the first frame.
 
         If BBR has not measured a delay for ten seconds, and the first packet is a small one, whose answer may have been
         delayed, it stops for 0.2 seconds to measure.

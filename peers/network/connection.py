@@ -458,7 +458,7 @@ class DirectReads(asyncio.BufferedProtocol):
     def _check_patience(self, patience: float) -> None:
         loop = asyncio.get_running_loop()
         if (silent := loop.time() - self._last_at) >= patience and self._low_water > 1:
-            self._wake_after(1)  # fewer bytes than the low-water mark may have arrived; the next byte wakes the read
+            self._wake_after(1)  # some bytes may have arrived, but too few to wake the read: now one suffices
             self._last_at, silent = loop.time(), 0.0
         if silent < patience:
             self._watch = loop.call_later(patience - silent, self._check_patience, patience)

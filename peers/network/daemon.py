@@ -246,7 +246,7 @@ def peer_errors(peer_id: str) -> Iterator[None]:
     try:
         yield
     except RemoteProtocolError as error:
-        logger.info("dropped a stream: %s", error)
+        logger.info("dropped a stream of a peer that broke the protocol: %s", error)
         raise PeerUnreachableError(peer_id, error.message) from error
     except NETWORK_ERRORS as error:
         raise PeerUnreachableError(peer_id, _message_of(error)) from error

@@ -48,7 +48,7 @@ LINK_INFO = "links"  # name of the call that returns a node's LinkInfo
 MAGIC = b"DLLK"
 VERSION = 1  # version of the opening messages; increased when their fields change
 START = struct.Struct(">4sBBH")  # magic, version, kind, body length in bytes
-BODY_BYTES = 2048  # bytes of an opening's body, at most; a Hello with the largest certificate has about 1,100
+BODY_BYTES = 2048  # bytes in a connection's first message after START, at most; a Hello has up to 1,100
 TOKEN_BYTES = 16  # bytes of a relay's random token, too many for a peer to guess a valid token
 CERTIFICATE_BYTES = 1024  # bytes of a certificate, at most; ours have about 200
 PROBED_PORTS = 4  # ports that a node dials for one probe, at most: a node must not scan ports for others
@@ -67,12 +67,13 @@ UNKNOWN_OF_ONE_NETWORK = 160  # linked peers of one network whose heartbeats are
 NEWCOMERS_PER_SECOND = 2.0
 """Links per second that peers of one network may make with us while their heartbeats are unknown. The first
 UNKNOWN_OF_ONE_NETWORK links may be made at once."""
-ALL_NETWORKS = 10**6  # all networks together may add this many times as many peers as one network: in effect no limit
+ALL_NETWORKS = 10**6  # all IP networks together may make this many times as many links as one: in effect no limit
 
 TOKEN_LIFETIME = 30.0  # seconds for which a relay's token is valid; both peers must connect to the relay within them
 TOKENS = 1024  # a relay's valid tokens, at most; the relay joins the connections of two peers that show the same token
-TOKENS_OF_ONE_PEER = 128  # a relay's valid tokens for one peer, at most; a new peer may need one for each other peer
-MEETING_CONNECTIONS = 16  # pairs of connections that a relay joins for one token, at most
+TOKENS_OF_ONE_PEER = 128
+"""A relay's valid tokens for one peer, at most. The relay joins connections of two peers that show the same token."""
+MEETING_CONNECTIONS = 16  # pairs of connections that a relay joins each time it connects two peers, at most
 SPLICED_CONNECTIONS = 2048  # joined pairs of connections plus waiting connections of a relay, at most
 SPLICED_PIECE = 1 << 16  # bytes that a relay reads from a connection at once, at most
 
@@ -184,7 +185,7 @@ class Listener:
         self._listeners = listen(hosts, port)
         self._accept = accept
         self._splicer = splicer
-        self._strangers: dict[asyncio.Task[None], str] = {}  # network of each task's connection, oldest first
+        self._strangers: dict[asyncio.Task[None], str] = {}  # IP network of the connecting host, by task; oldest first
         self.port: int = self._listeners[0].getsockname()[1]
         for listener in self._listeners:
             self._watch(listener)

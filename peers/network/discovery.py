@@ -146,7 +146,8 @@ class PeerDiscovery:
         return self.beats.heartbeats(now())
 
     def silences(self) -> dict[str, float]:
-        """Return the seconds since each other peer was last heard, by peer id. Peers silent for long are left out."""
+        """Return the seconds since each other peer was last heard, by peer id. A peer is left out if no sign of it
+        arrived within the lifetime of its heartbeats, which is twice the expiry."""
         return self.beats.silences(now())
 
     async def _search(self) -> None:

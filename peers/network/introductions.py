@@ -131,8 +131,8 @@ class Arranging:
         return tuple(node.address for node in self._ours.values() if self._links.is_up(node.peer))[:INTRODUCING]
 
     @property
-    def nodes(self) -> tuple[str, ...]:
-        """The endpoints of the linked nodes that introduce us."""
+    def introducers(self) -> tuple[str, ...]:
+        """The endpoints (host and port) of the nodes that introduce us to other peers, and whose link is up."""
         return tuple(node.endpoint for node in self._ours.values() if self._links.is_up(node.peer))
 
     @property

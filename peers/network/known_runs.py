@@ -221,7 +221,7 @@ class _KnownRun:
 
 
 class KnownRuns:
-    """Data about all runs whose manifests this node has. A run's data is kept until `forget`.
+    """The admissions, signed heads and amendments of all runs whose manifests this node has, until `forget`.
 
     All of these runs are remembered: with a limit, a stranger who announces many runs would displace the signed heads
     of others.

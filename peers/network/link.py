@@ -29,7 +29,8 @@ logger = logging.getLogger(__name__)
 
 CONNECTIONS = MOST + 8  # connections for one side's conversations (a round, messages, pulls), at most
 DIAL_PAUSE = 1.0  # seconds to wait for a new connection after dialling, before dialling again
-OPEN_TIMEOUT = 15.0  # seconds to get a connection for our conversation, or to read the protocol's name of the peer's
+OPEN_TIMEOUT = 15.0
+"""Seconds to get a connection for a conversation that we open, or to read the protocol's name if the peer opens it."""
 BEST_FIRST = tuple(Reach)
 Serve = Callable[[str, Channel], Awaitable[None]]
 """(protocol, channel): handles a conversation that the other side has opened."""
@@ -80,8 +81,8 @@ class Link:
         return sum(one.is_ours for one in self.connections)
 
     def add(self, connection: Connection) -> None:
-        """Add a connection. Each side has at most CONNECTIONS on which it opens conversations. If that is exceeded,
-        close the new connection if it is for our conversations, or the oldest connection for the peer's.
+        """Add a connection. At most CONNECTIONS are for conversations that we open: a further one is closed at once. At
+        most CONNECTIONS are for those that the peer opens: for a further one, the oldest of them is closed.
 
         A new certificate shows that the other side has started again, or is in another network. Then all earlier
         connections are closed, since they are dead and would not be noticed otherwise.
@@ -179,7 +180,7 @@ class Link:
             is_over = channel.is_finished
             raise
         finally:
-            # An unread byte would be read as part of the answer in the next conversation.
+            # Close a connection that has an unread byte: the next conversation would read it as part of an answer.
             if is_over and connection.is_open and not connection.reads.has_unread:
                 self._idle.append(connection)
                 self._notify()

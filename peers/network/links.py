@@ -248,8 +248,8 @@ class Links:
             connection.close()
 
     def _has_room_for(self, connection: Connection) -> bool:
-        """Return True if the peer may have one more connection. For a peer whose heartbeat is unknown, the limit on
-        all connections is half as high."""
+        """Return True if a connection may be added, given the number of connections with all peers. A peer whose
+        heartbeat is unknown is refused at half of the limit, or if it has UNKNOWN connections itself."""
         peer, count = connection.peer, sum(len(way.link.connections) for way in self._ways.values())
         if peer in self._known:
             return count < self._room
@@ -360,7 +360,8 @@ class _Way:
             await self.complete()
 
     async def complete(self) -> None:
-        """Dial a connection on which the peer opens conversations, if there is none and an endpoint has answered."""
+        """Dial a connection for conversations that the peer opens, if the link is up without a direct one, and we have
+        reached the peer by dialling before."""
         has_one = any(one.reach is Reach.OPEN and not one.is_ours for one in self.link.connections)
         if self.answered and not self._is_dialling_for_peer and self.link.is_up and not has_one:
             await self.dial_for_peer(self.answered, 1)

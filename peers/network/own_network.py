@@ -28,7 +28,7 @@ NETWORK_BITS = {4: 24, 6: 48}  # by IP version: leading bits that the addresses 
 
 INTERVAL = 1.0  # seconds between two looks at this machine's clock and networks
 LONG_SLEEP = 30.0  # seconds of sleep or suspension, after which other peers have closed their connections with us
-CLOCK_JUMP = 2.0  # smallest change in seconds between two looks that counts as setting the clock; NTP's are smaller
+CLOCK_JUMP = 2.0  # the wall clock counts as set if it jumps by these seconds between two checks; NTP moves it by less
 LONG_OFFLINE = 10.0  # seconds without a network after which TCP waits long before it repeats lost packets
 
 

@@ -20,7 +20,7 @@ FIRST, MOST = 1 << 16, 1 << 23  # bytes of a measurement's first transfer, and o
 LONG_ENOUGH = 0.3  # seconds that a transfer must take to count; a shorter one mostly measures the round trip
 PIECE = bytes(1 << 16)
 LIMIT = 30.0  # seconds that a measurement may take, since this peer can make no other one meanwhile
-PAUSE = 30.0  # seconds after a measurement, in which the peer that asked for it is refused another
+PAUSE = 30.0  # seconds after a bandwidth measurement, in which we refuse another one to the peer that asked for it
 
 
 async def ask_rating(channel: Channel) -> tuple[float, float]:
@@ -63,7 +63,8 @@ class Rater:
         await channel.read_prelude()
         now = time.monotonic()
         self._ended_at = {other: at for other, at in self._ended_at.items() if now - at < PAUSE}
-        if not self.is_idle or channel.peer in self._ended_at:  # a peer that asks again at once would lock others out
+        # Refuse a peer that was just measured: asking again and again, it would keep others from being measured.
+        if not self.is_idle or channel.peer in self._ended_at:
             await channel.refuse("busy now")
             return
         try:
@@ -101,7 +102,7 @@ async def _send_pieces(channel: Channel, count: int) -> None:
 
 
 async def _read_answers(channel: Channel, count: int) -> list[float]:
-    """Return the times in seconds at which the peer's confirmations of `count` pieces arrived."""
+    """Return the monotonic clock's time, in seconds, at each of the peer's `count` confirmations of pieces."""
     passed_at = []
     for _ in range(count):
         await channel.read_answer()

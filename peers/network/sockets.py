@@ -119,7 +119,8 @@ async def can_dial(endpoint: str) -> bool:
 
 
 async def _resolve(host: str, port: int) -> list[tuple[int, Any]]:
-    """Return the (family, socket address) pairs of a host, best first. Raises: OSError, OverflowError, UnicodeError."""
+    """Return the (family, socket address) pairs of a host, in the order in which the system's resolver prefers them.
+    Raises: OSError, OverflowError, UnicodeError."""
     if ":" in host or host.replace(".", "").isdigit():
         return [(_family_of(host), (host, port))]
     found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)

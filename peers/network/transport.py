@@ -311,7 +311,7 @@ class HivemindTransport:
     async def can_be_dialled(self) -> bool | None:
         """Return True if a node that introduces us can dial our libp2p port, False if not, None if no node answers."""
         ports = {port for address in self.addresses if (where := endpoint(address)) for port in where[1:]}
-        for node in self.links.arranging.nodes:
+        for node in self.links.arranging.introducers:
             with suppress(OSError, RemoteProtocolError):
                 return bool((await probe(node, tuple(ports)[:PROBED_PORTS])).open)
         return None

@@ -603,7 +603,7 @@ def test_an_address_of_a_node_that_is_out_of_reach_is_not_used() -> None:
             assert (await one.until_up(other)).reach is Reach.RELAYED
             assert not node.is_reached
             assert one.links.arranging.addresses == (relay.address,)
-            assert len(one.links.arranging.nodes) == 1
+            assert len(one.links.arranging.introducers) == 1
 
     run(scenario())
 
