@@ -95,8 +95,8 @@ NOTHING_TO_SAY = b""
 
 
 class Request(Value):
-    """A request for heartbeats of the run's peers that the receiver hears. `known` has the first SHORT bytes of the digests
-    of peer ids; the heartbeats of these peers are left out."""
+    """A request for heartbeats of the run's peers that the receiver hears. `known` has tags of peers to leave out:
+    the first SHORT bytes of the digests of their ids."""
 
     version: Count = PROTOCOL_VERSION
     run: RunId

@@ -129,11 +129,9 @@ class Awaited:
             return True
         begun = self.times.of_most(self.peers & voters, ready)
         left = self.grace - (now - begun)
-        return self._is_wait_over(ready, SURELY * left, begun <= now) or self._are_enough(
-            now, begun, ready, contributing
-        )
+        return self._is_over(ready, SURELY * left, begun <= now) or self._are_enough(now, begun, ready, contributing)
 
-    def _is_wait_over(self, ready: Set[str], seconds_left: float, has_wait_begun: bool) -> bool:
+    def _is_over(self, ready: Set[str], seconds_left: float, has_wait_begun: bool) -> bool:
         """Pass over the peers that need more than the `seconds_left` of the wait. Return True if the wait has begun,
         and either no seconds are left or all peers that are not passed over are in `ready`."""
         self._passed_over = {peer for peer in self.peers - ready if self._away.get(peer, 0.0) > seconds_left}
@@ -148,7 +146,7 @@ class Awaited:
         if share is None:
             return False
         since = max(begun, self.times.of_share(share, self.peers - (ready - contributing), contributing))
-        return self._is_wait_over(ready, self.slack - (now - since), since <= now)
+        return self._is_over(ready, self.slack - (now - since), since <= now)
 
     @property
     def fewest(self) -> int:

@@ -369,7 +369,7 @@ class Reducing:
         """Members that have sent this peer no blocks: as an heir, this peer does not wait for their blocks again."""
         self._givers = frozenset(givers)
         self._me = me
-        # By chunk: when to stop waiting for blocks of members that this peer does not hear, and for blocks of any member.
+        # By chunk: the times at which the wait for blocks ends, for members that this peer does not hear, and for all.
         self._times: dict[int, tuple[float, float]] = {}
         self._arrived: defaultdict[int, set[str]] = defaultdict(set)
         self._bad: defaultdict[int, set[str]] = defaultdict(set)
