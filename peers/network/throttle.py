@@ -17,11 +17,11 @@ PIECE = 1 << 18  # bytes that a stream sends at once, at most
 PIECE_SECONDS = 0.1  # seconds that one piece takes, at most, at a limited rate
 READING_PIECE = 1 << 20  # bytes that are read at once if the rate is not limited
 BURST = 0.05  # after an idle time, the bytes of this many seconds may pass at once, above the rate
-INTERVAL = 0.5  # seconds, at least, of an interval in which bytes are counted together, and of a measurement by `Lanes`
+INTERVAL = 0.5  # minimum seconds of an interval in which a round's bytes are counted together
 IDLE = 1.0  # seconds; longer times without a chunk are left out when a round's rate is measured
-INTERVALS = 128  # intervals into which a round's bytes are counted, at most; each is longer than 0.5 s in a long round
-# A round's rate is the highest mean rate over a part of the round. That part is this fraction of the round, but has at
-# most this many seconds.
+INTERVALS = 128  # maximum number of intervals in a round; a longer round doubles the length of all its intervals
+# A RateMeter's rate in a round is the mean rate in the round's fastest part. PART is the length of that part as a
+# fraction of the round; LONGEST_PART is its maximum length in seconds.
 PART, LONGEST_PART = 0.25, 2.0
 KNOWN_FOR = 3600.0  # seconds for which a rate that was measured outside a round is used
 ROUNDS = 5  # last rounds whose best rate counts; not more, since links may get slower
@@ -31,8 +31,8 @@ IN_ALL = 8  # connections to all members together, at least: a few would not fil
 FEWEST_WITH_BBR, MOST_WITH_BBR = 2, 8  # connections to a member with BBR, fewest and most: more overfill a slow link
 SETTLING = 1.0  # seconds in which new connections reach their rate; bytes in that time do not count
 GAIN = 1.2  # factor by which twice as many connections must raise the rate to be kept
-LONGEST_MEASUREMENT = 3.0  # seconds of a measurement by `Lanes`, at most
-ENOUGH = 2  # chunks per connection that a measurement by `Lanes` needs
+SHORTEST_TRIAL, LONGEST_TRIAL = 0.5, 3.0  # seconds for which the rate with a number of connections is measured
+TRIAL_CHUNKS = 2  # chunks per connection after which the trial of a number of connections may end before LONGEST_TRIAL
 LASTS = 20  # rounds for which a number of connections is kept before more are tried again
 
 
@@ -85,16 +85,20 @@ class Throttle:
 
 
 UNLIMITED = Throttle(None)
-PATIENCE = 5.0  # seconds that a piece waits for a round's end, at most; after more, its receiver would count us as dead
+PATIENCE = 5.0
+"""Maximum seconds for which each piece of less urgent data, such as a snapshot, waits for a round to end. A receiver
+that gets nothing for much longer breaks off the stream."""
 MEMORY = 20.0  # seconds over which the fraction of time spent in rounds is averaged
-CROWDED = 0.5  # fraction of time spent in rounds, from which on less urgent data gets a share of the link
+CROWDED = 0.5
+"""Fraction of time spent in rounds, from which on less urgent data is sent during rounds, too, at a limited rate. Below
+it, such data waits for the round's end."""
 SHARE = 0.2
 """Fraction of the link's rate for all less urgent data together, during rounds, if rounds take at least CROWDED of the
 time. Otherwise such data waits for the round's end, but each piece waits for PATIENCE seconds at most."""
 
 
 class LinkTime(asyncio.Event):
-    """An event that is set while no round is under way, and the share of the link for less urgent data.
+    """An event that is set while no round is under way. It also limits the rate of less urgent data during rounds.
 
     Such data waits for a round to end, as long as rounds take less than half of the time. With several fragments, or on
     a slow link, rounds may take all of it. Then such data gets a share, so that joining peers do not starve.
@@ -109,12 +113,12 @@ class LinkTime(asyncio.Event):
         super().set()
 
     def set(self) -> None:
-        """Set the event, because no round is under way any more."""
+        """Record that no round is under way any more, and wake the tasks that wait for that."""
         self._update_in_rounds()
         super().set()
 
     def clear(self) -> None:
-        """Clear the event, because a round begins. Then `give_way` makes less urgent data wait."""
+        """Record that a round begins. From now on `give_way` makes the senders of less urgent data wait."""
         self._update_in_rounds()
         super().clear()
 
@@ -134,8 +138,8 @@ class LinkTime(asyncio.Event):
         return self._next - self._updated_at
 
     def _update_in_rounds(self) -> None:
-        """Update the average fraction of time spent in rounds by the time since the last update. All that time was
-        spent in a round if the event is not set, and outside rounds otherwise."""
+        """Include the time since the last update in the average fraction of time spent in rounds. No round has begun or
+        ended in that time."""
         now = self._clock()
         present = 0.0 if self.is_set() else 1.0
         self._in_rounds = present + (self._in_rounds - present) * math.exp((self._updated_at - now) / MEMORY)
@@ -242,7 +246,7 @@ class Lanes:
         self._least, self._most = fewest, most
         self._clock = clock
         self.count = self._fewest = fewest
-        self._rate_with_half = 0.0  # bytes a second to all members with half as many connections; 0: not measured
+        self._rate_before_doubling = 0.0  # bytes a second to all members together; 0: not measured
         self._is_settled = False
         self._rounds = 0
         self._settled_at: float | None = None
@@ -256,13 +260,13 @@ class Lanes:
         self.count = max(self.count, self._fewest)
         self._rounds += 1
         if self._rounds % LASTS == 0:
-            self._is_settled, self._rate_with_half = False, 0.0
+            self._is_settled, self._rate_before_doubling = False, 0.0
         self._began = self._settled_at = None
 
     def passed(self, count: int, has_more: bool) -> bool:
-        """Count a chunk of `count` bytes that has arrived. Return True if more connections should be used from now on.
+        """Count a chunk of `count` bytes that has arrived. Return True if this doubles the connections to each member.
 
-        `has_more`: further chunks wait to be sent. If none does, more connections would not help.
+        `has_more`: further chunks wait to be sent. If it is false, more connections would not help.
         """
         now = self._clock()
         if self._is_settled or not has_more:
@@ -277,14 +281,14 @@ class Lanes:
         self._bytes += count
         self._chunks += 1
         seconds = now - self._began
-        if seconds < INTERVAL or (self._chunks < ENOUGH * self.count and seconds < LONGEST_MEASUREMENT):
+        if seconds < SHORTEST_TRIAL or (self._chunks < TRIAL_CHUNKS * self.count and seconds < LONGEST_TRIAL):
             return False
         rate = self._bytes / seconds
         self._began = self._settled_at = None
-        if rate < GAIN * self._rate_with_half:
+        if rate < GAIN * self._rate_before_doubling:
             self.count, self._is_settled = max(self._fewest, self.count // 2), True
         elif self.count == self._most:
             self._is_settled = True
         else:
-            self._rate_with_half, self.count = rate, self.count * 2
+            self._rate_before_doubling, self.count = rate, self.count * 2
         return not self._is_settled

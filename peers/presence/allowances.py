@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-SENDERS_LIMIT = 1024  # maximum number of senders with an allowance of their own
+SENDERS_LIMIT = 1024  # maximum number of senders with a stored limit; a further one replaces the longest unused
 STRANGER = "stranger"
 """The one sender that stands for all strangers where they share an allowance, since identities cost nothing."""
 
@@ -30,10 +30,11 @@ class Allowance:
 
 
 class Allowances:
-    """An allowance for each sender, and one for all senders together, which is `together` times as large. The common
-    allowance limits a peer that invents senders."""
+    """The bytes, seconds or messages that each sender may use up at once and per second. A larger limit holds for all
+    senders together, because a peer can invent senders."""
 
     def __init__(self, burst: float, rate: float, together: int) -> None:
+        """Allow each sender `burst` at once and `rate` a second, and all senders `together` times as much."""
         self._burst = burst
         self._rate = rate
         self._all = Allowance(together * burst, together * rate)

@@ -167,7 +167,7 @@ class Beats:
             self._beat = Beat.of(heartbeat)
 
     def choose(self, voters: Collection[str], now: float) -> None:
-        """Choose the peers to send beats to from `others`, voters first."""
+        """Choose at most AUDIENCE_LIMIT other peers to send beats to: voters first, then peers that answer."""
         self.audience.choose(self.others(now), voters)
 
     def call_for(self, peer: str) -> Call | None:

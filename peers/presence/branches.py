@@ -72,50 +72,51 @@ class Branches:
         return frozenset(peer for peer, (times, _) in self._passed_over.items() if times >= VAIN)
 
     # Peers that are further on --------------------------------------------------------------------------------
-    def claimant(self, log: LogState, lineage: Lineage, is_astray: bool = False) -> str | None:
+    def claimant(self, log: LogState, lineage: Lineage, archive_contradicts: bool = False) -> str | None:
         """Return the live peer whose log to ask for first, because the peer claims to be further on than our log or on
         another branch; None if there is none."""
-        return next(iter(self._find(log, lineage, is_astray)), None)
+        return next(iter(self._find(log, lineage, archive_contradicts)), None)
 
-    def furthest(self, log: LogState, lineage: Lineage, is_astray: bool = False) -> str | None:
+    def furthest(self, log: LogState, lineage: Lineage, archive_contradicts: bool = False) -> str | None:
         """Return the live peer whose log to ask for first, as `claimant` does, but pass over peers at an index before
         the oldest head that `lineage` has. Return None if no peer is left."""
-        claimants, live = self._find(log, lineage, is_astray), self._live()
+        claimants, live = self._find(log, lineage, archive_contradicts), self._live()
         return next((peer for peer in claimants if live[peer].index >= lineage.known_from), None)
 
-    def is_behind(self, log: LogState, lineage: Lineage, is_astray: bool = False) -> bool:
+    def is_behind(self, log: LogState, lineage: Lineage, archive_contradicts: bool = False) -> bool:
         """Return True if at least half of the live members and bystanders of the last entry claim to be further on than
         our log. If none of them is live, one peer's claim is enough."""
         live, away = self._live(), self._presence.unreached
         others = {peer for peer in log.incarnations if peer != self._me and peer in live} - away
-        claimants = self._find(log, lineage, is_astray)
+        claimants = self._find(log, lineage, archive_contradicts)
         further = {peer for peer in claimants if live[peer].index > log.position.index}
         return 2 * len(further & others) >= len(others) if others else bool(further)
 
-    def _find(self, log: LogState, lineage: Lineage, is_astray: bool) -> tuple[str, ...]:
-        """Return the claimants: live peers that say they are further on than our log, or at a place that is not on it.
-        If archives have signed another log (`is_astray`), all live peers count whose head is not known to be ours.
+    def _find(self, log: LogState, lineage: Lineage, archive_contradicts: bool) -> tuple[str, ...]:
+        """Return the claimants: live peers that say they are further on than our log, or at a place that is not in it.
 
         Members of our last roster come first, and among them the peer that claims the most training. Their logs will
         show whether a claim is true.
 
-        If a minority made an entry of our log, peers further back than our lineage reaches are claimants, too, since
-        they may be with the majority.
+        Peers further back than our lineage reaches are claimants, too, if a minority made an entry of our log, if an
+        archive has signed another log (`archive_contradicts`), or if no live peer's head is in our lineage.
         """
         now = self._presence.now
         passed_over = frozenset(peer for peer, (_, until) in self._passed_over.items() if now < until)
         besides = self.unhelpful | self._presence.unreached | passed_over
-        asked = (self._live(), log, besides, self.unproven, lineage, is_astray)
+        asked = (self._live(), log, besides, self.unproven, lineage, archive_contradicts)
         if not _is_same(asked, self._claimants[0]):
-            self._claimants = asked, self._find_anew(log, lineage, besides, is_astray)
+            self._claimants = asked, self._find_anew(log, lineage, besides, archive_contradicts)
         return self._claimants[1]
 
-    def _find_anew(self, log: LogState, lineage: Lineage, besides: frozenset[str], is_astray: bool) -> tuple[str, ...]:
+    def _find_anew(
+        self, log: LogState, lineage: Lineage, besides: frozenset[str], archive_contradicts: bool
+    ) -> tuple[str, ...]:
         index, unproven = log.position.index, self.unproven
         givers = [beat for beat in self._live().values() if beat.state in DONATING]
-        # A peer that made entries alone for long no longer remembers where its branch left the others' log.
+        # If a minority made entries of our log, peers before the oldest head that we know may be on the majority's log.
         first = lineage.known_from if lineage.doubt is not None else 0
-        is_lost = is_astray or all(lineage.head_at(beat.index) != beat.head for beat in givers)
+        is_lost = archive_contradicts or all(lineage.head_at(beat.index) != beat.head for beat in givers)
         claims = {
             beat.peer: (
                 beat.peer not in unproven,  # else a few peers with the largest claims would be asked for ever

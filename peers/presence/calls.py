@@ -95,7 +95,8 @@ NOTHING_TO_SAY = b""
 
 
 class Request(Value):
-    """A request for heartbeats of the run's peers that the receiver hears. `known` are tags of peers to leave out."""
+    """A request for heartbeats of the run's peers that the receiver hears. `known` has tags of peers to leave out:
+    the first SHORT bytes of the digests of their ids."""
 
     version: Count = PROTOCOL_VERSION
     run: RunId

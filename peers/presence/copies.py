@@ -28,8 +28,8 @@ class _Life:
 
 
 class Copies:
-    """The other lives of this peer: process starts with our key, apart from this process's own, from which a heartbeat
-    was received.
+    """The other processes with our key from which a heartbeat was received: on a copied disk, or before a restart. Each
+    process is called a life.
 
     A former life left heartbeats behind, at other peers and in the DHT. They have a last one, so a life is over when no
     newer one comes for a while. A life goes on if newer ones come so much later, by the life's own clock, that they

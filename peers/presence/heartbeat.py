@@ -69,9 +69,8 @@ def name_peers(peers: Iterable[str]) -> tuple[str, ...]:
 
 
 class PeerState(StrEnum):
-    """The activity of a peer, as others see it. An archive keeps the log, has no state of its own and takes no part in
-    rounds. Only the owner's own displays show STARTING, because a peer sends no heartbeat before its worker is
-    ready."""
+    """The activity of a peer, as others see it. ARCHIVING: it keeps the log and takes no part in rounds. Only the
+    owner's own displays show STARTING, because a peer sends no heartbeat before its worker is ready."""
 
     STARTING = "starting"
     JOINING = "joining"
@@ -176,7 +175,7 @@ class Heartbeat(Value):
 
     @classmethod
     def verify(cls, data: bytes, run_id: str | None = None) -> Heartbeat:
-        """Return the heartbeat in a packed SignedHeartbeat; with `run_id`, only if it is about that run.
+        """Return the heartbeat in a packed SignedHeartbeat. Check its signature and, if `run_id` is given, its run.
 
         Raises: RemoteProtocolError, which names the check that failed.
         """

@@ -26,13 +26,15 @@ class Reachability:
         self.sought: frozenset[str] = frozenset()
         """Peers to which a link is still looked for."""
         self._rates: dict[str, int] = {}
-        self._chunks_failing_since: dict[tuple[str, int], float] = {}  # by peer and fragment, on our clock
+        # by peer and fragment: the time, on our clock, of the first chunk that failed since one last arrived
+        self._first_failures: dict[tuple[str, int], float] = {}
         self._doubted_until: dict[str, float] = {}
 
     def observe(
         self, reach: Mapping[str, Reach], rates: Mapping[str, int], sought: frozenset[str] = frozenset()
     ) -> bool:
-        """Store the reach, rates and missing links of all peers. Return True if any peer's reach has changed."""
+        """Store the reach of all peers, the bytes a second at which their data arrived (`rates`), and the peers to
+        which a link is still looked for (`sought`). Return True if any peer's reach has changed."""
         self.sought = sought
         changed = {peer for peer in self._reach.keys() | reach.keys() if self._reach.get(peer) != reach.get(peer)}
         self._reach, self._rates = dict(reach), dict(rates)
@@ -44,20 +46,18 @@ class Reachability:
 
     def failed(self, peer: str, now: float, fragment: int = 0) -> None:
         """Record that a chunk of this fragment's round did not reach the peer, although it is live."""
-        if now - self._chunks_failing_since.setdefault((peer, fragment), now) >= self._patience:
+        if now - self._first_failures.setdefault((peer, fragment), now) >= self._patience:
             self._doubted_until[peer] = now + DOUBT
 
     def passed(self, peer: str) -> None:
         """Record that a chunk has reached the peer, or its link has changed."""
-        self._chunks_failing_since = {
-            failing: since for failing, since in self._chunks_failing_since.items() if failing[0] != peer
-        }
+        self._first_failures = {failing: since for failing, since in self._first_failures.items() if failing[0] != peer}
         self._doubted_until.pop(peer, None)
 
     def round_begins(self, fragment: int = 0) -> None:
-        """Forget the failed chunks of this fragment's earlier rounds: a peer is doubted for failures in one round."""
-        self._chunks_failing_since = {
-            failing: since for failing, since in self._chunks_failing_since.items() if failing[1] != fragment
+        """Forget the failed chunks of this fragment: only failures within one round raise a doubt about a peer."""
+        self._first_failures = {
+            failing: since for failing, since in self._first_failures.items() if failing[1] != fragment
         }
 
     def doubted(self, now: float) -> frozenset[str]:

@@ -159,8 +159,8 @@ class Attendance:
         return {peer: live[peer].view for peer in peers if peer in live}
 
     def moves_on(self, incarnations: Mapping[str, int]) -> bool:
-        """Return True if these peers are enough to change the leader. They must be able to make the entry; before the
-        first entry they must be more than half of the possible founders."""
+        """Return True if these peers are enough to change the leader. After the first entry, that means enough to make
+        the next one; before it, more than half of the possible founders."""
         if self._log.last is None:
             heard = self.founders()
             are_many = len(heard) >= self._context.settings.minimum_peers or bool(self.at_work)

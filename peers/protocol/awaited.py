@@ -131,13 +131,13 @@ class Awaited:
         left = self.grace - (now - begun)
         return self._is_over(ready, SURELY * left, begun <= now) or self._are_enough(now, begun, ready, contributing)
 
-    def _is_over(self, ready: Set[str], left: float, has_begun: bool) -> bool:
-        """Stop waiting for peers that need more than `left` seconds. Return True if the wait has begun, and either no
-        time is left or all other expected peers are in `ready`."""
-        self._passed_over = {peer for peer in self.peers - ready if self._away.get(peer, 0.0) > left}
-        if left > 0:
+    def _is_over(self, ready: Set[str], seconds_left: float, has_wait_begun: bool) -> bool:
+        """Pass over the peers that need more than the `seconds_left` of the wait. Return True if the wait has begun,
+        and either no seconds are left or all peers that are not passed over are in `ready`."""
+        self._passed_over = {peer for peer in self.peers - ready if self._away.get(peer, 0.0) > seconds_left}
+        if seconds_left > 0:
             self.in_vain = self.peers - ready - self._passed_over
-        return has_begun and (left <= 0 or self.are_all_in(ready))
+        return has_wait_begun and (seconds_left <= 0 or self.are_all_in(ready))
 
     def _are_enough(self, now: float, begun: float, ready: Set[str], contributing: Set[str]) -> bool:
         """Return True if an asynchronous run has enough contributions, and either has since waited `self.slack` seconds

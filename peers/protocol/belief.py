@@ -42,8 +42,8 @@ class Belief:
     def entry(
         self, sender: str, certified: Certified, support: Support | None, sender_was_asked: bool
     ) -> Behind | None:
-        """Return the entry with the live peers that may have its payload; None if this peer must not accept it. If its
-        valid votes (`support`) are no quorum, this peer must have asked the sender, or hear that it is ahead.
+        """Return the entry with the live peers that may have its payload; None if this peer must not accept it. Without
+        a quorum of valid votes (`support`), it is accepted only from a sender that was asked or is heard to be ahead.
 
         The sender may also be this peer itself, which has assembled the votes but does not have the payload.
         """
@@ -120,7 +120,7 @@ class Belief:
         log, signed, founders = self._replica.log, self._replica.signed, theirs.founders
         vouched = signed.vouched(theirs.heads)
         if self._replica.needs_signed_log and not vouched:
-            return None  # a peer without a log accepts none that has no head signed by an archive
+            return None  # this peer has no log yet, and an archive has signed heads, but none of this branch
         if log.last is None and founders is not None and not vouched and not self.may_found(founders):
             return None
         for doubt in theirs.doubts:

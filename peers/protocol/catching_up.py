@@ -78,7 +78,7 @@ class Search:
         """Return the order to fetch a snapshot from the sender of a fetched log, if this log is to extend or replace
         this peer's; otherwise return None."""
         if seen.donor != self._weighed:
-            return None  # this peer now compares another donor's log
+            return None  # this log is not the one that was requested last
         self._weighed = None
         theirs = self._belief.branch(seen.theirs, seen.ours)
         is_better = theirs is not None and (theirs.splits_from(seen.ours) or theirs.is_better_than(seen.ours))
@@ -107,8 +107,8 @@ class Search:
         return self._snapshot_order(ahead) if ahead is not None else None
 
     def _snapshot_order(self, donor: str, common: int = 0) -> FarBehind:
-        """Return the order to fetch a snapshot from `donor`: after this peer's index if the donor is ahead, otherwise
-        from `common` on, the last index that both logs share. The donor must still have the entries after it."""
+        """Return the order to fetch a snapshot from `donor`: newer than this peer's log if the donor is ahead, else at
+        `common`, the last index in both logs, or later. The donor must still have all entries after the snapshot."""
         index, beat = self._replica.log.position.index, self._presence.live()[donor]
         known_from = 0 if beat.state is PeerState.ARCHIVING else beat.index - RECENT_ENTRIES // 2
         return FarBehind(donor, max(index + 1 if beat.index > index else common, known_from))
@@ -131,8 +131,8 @@ class Patience:
         self._asked: tuple[str, float] | None = None  # peer asked last, and the question's time; None after the answer
 
     def is_over(self, peer: str, log: LogState) -> bool:
-        """Return True if this peer has waited longer than the death time for the answers of `peer` in this cycle.
-        Otherwise record that this peer asks it now."""
+        """Return True if the waits for the answers of `peer` in this cycle add up to more than the death time.
+        Otherwise begin another wait, because this peer sends `peer` a question now."""
         self._charge()
         if self._place != log.position.head:
             self._place, self._waited = log.position.head, {}
@@ -140,12 +140,12 @@ class Patience:
         limit = death(self._context.settings.timing)
         if self._waited.get(peer, 0.0) <= limit:
             return False
-        self._waited[peer], self._asked = limit, None  # the next call returns False
+        self._waited[peer], self._asked = limit, None  # not above the limit: `peer` may be asked once more later
         return True
 
     def answered(self) -> None:
-        """Record that the asked peer has answered. Only the seconds beyond the pause between two questions count as a
-        wait for it."""
+        """Record that the asked peer has answered. An answer within `timing.resend` seconds counts as no wait; of a
+        later answer, only the seconds beyond count."""
         self._charge(self._context.settings.timing.resend)
         self._asked = None
 

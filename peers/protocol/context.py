@@ -140,7 +140,7 @@ class OwnVotes:
         self._context.emit(KeepVotes(self.record))
 
     def kept(self) -> None:
-        """Send the messages that waited for the oldest record, which the driver has now written to the disk."""
+        """Send the messages of the oldest waiting voting record, because the driver has written it to the disk."""
         self.trouble = ""
         self._on_disk, sends = self._waiting.popleft()
         self._context.emit(*sends)

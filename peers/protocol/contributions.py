@@ -98,7 +98,7 @@ def median(weights: Mapping[str, float], squares: Mapping[str, float]) -> float:
 
 def receivers_of_commitments(begin: Begin, log: LogState) -> tuple[Collection[str], Collection[str]]:
     """Return the members that need all commitments of a Begin, to check chunks and averages, and those that need at
-    least the contributions' norms, to recognize averages that are too long.
+    least the contributions' norms, to recognize averages whose norm is too large.
 
     Members that average need all commitments; in a small round all members do, since each checks an average now and
     then. Voters need the norms.

@@ -116,15 +116,15 @@ class Exchange:
         self._now = now
         if contributions.commitments or not self.contributions.commitments:
             self.contributions = contributions
-        self.averages.marks = b""  # the stored marks named the averages of an earlier ballot's proposal
+        self.averages.marks = b""  # this ballot's proposal will have new marks, which name the averages that count
         for part in self._reducers.add(heirs).get(self.me, ()):
             self._reducing.add([chunk for chunk in part if chunk not in self.averages.ours], now, seconds)
             self._reducing.silent |= self.averages.absent_from_ours()
         return self._ask_for_blocks() + self._reduce(self._reducing.waiting)
 
     def tick(self, now: float, live: Collection[str]) -> list[Effect]:
-        """Return the effects that average each chunk whose wait for blocks is over. If it is time, also repeat data
-        that was reported unsent, and requests for missing data. `live` are the peers that this peer hears."""
+        """Return the effects that average each chunk whose wait for blocks is over. Every `resend` seconds, also repeat
+        failed sends (ChunksUnsent) and requests for missing data. `live` are the peers that this peer hears."""
         self._now, self._live = now, frozenset(live)
         effects = self._reduce(self._reducing.waiting)
         if self._outbox.is_time(now):
@@ -249,7 +249,7 @@ class Exchange:
         an average if `reduced`, otherwise the sender's own blocks."""
         if reduced:
             return chunk < self.round.chunks and not self.wants_average(chunk)
-        return chunk in self.averages.ours or self._reducing.has(sender, chunk)
+        return chunk in self.averages.ours or self._reducing.needs_no_more(sender, chunk)
 
     def commitment(self, sender: str, signature: bytes | None) -> Commitment | None:
         """Return a member's commitment with the `signature` if that is valid; otherwise None."""
@@ -289,7 +289,8 @@ class Exchange:
         return tuple(peer for peer in self._weights if peer in missing)
 
     def _averaged(self, event: ReducedArrived) -> list[Effect]:
-        """Store an average of this peer or another. Return the effects that send averages, or assemble the payload."""
+        """Store an average that this peer has computed or received. Return the effects that send it to members that
+        need it and, if no average is missing any more, assemble the payload."""
         chunk = event.chunk
         effects: list[Effect] = []
         if event.sender == self.me:
@@ -368,7 +369,7 @@ class Reducing:
         """Members that have sent this peer no blocks: as an heir, this peer does not wait for their blocks again."""
         self._givers = frozenset(givers)
         self._me = me
-        # By chunk: the time at which the wait for unheard members ends, and the time at which the wait for all ends.
+        # By chunk: the times at which the wait for blocks ends, for members that this peer does not hear, and for all.
         self._times: dict[int, tuple[float, float]] = {}
         self._arrived: defaultdict[int, set[str]] = defaultdict(set)
         self._bad: defaultdict[int, set[str]] = defaultdict(set)
@@ -393,10 +394,11 @@ class Reducing:
 
     def wants(self, sender: str, chunk: int) -> bool:
         is_open = chunk in self._times and chunk not in self.under_way
-        return is_open and sender in self._givers and not self.has(sender, chunk)
+        return is_open and sender in self._givers and not self.needs_no_more(sender, chunk)
 
-    def has(self, sender: str, chunk: int) -> bool:
-        """Return True if a member's blocks of a chunk have arrived, were bad, or would arrive too late."""
+    def needs_no_more(self, sender: str, chunk: int) -> bool:
+        """Return True if this peer needs no more blocks of its chunk from the member, because they have arrived, were
+        bad, or would be too late."""
         if chunk not in self._times:
             return False
         return chunk in self.under_way or sender in self._arrived[chunk] or sender in self._bad[chunk]
@@ -450,7 +452,7 @@ class Outbox:
         self.later: defaultdict[int, set[str]] = defaultdict(set)
         """By chunk: the members that asked for its average before this peer had it. They get it when it arrives."""
         self.asked_blocks: Counter[str] = Counter()
-        self._owed: dict[Flight, bool] = {}  # unconfirmed transfers: True while under way, False once reported unsent
+        self._unconfirmed: dict[Flight, bool] = {}  # True while being sent; False after ChunksUnsent, until sent again
         self._resend = resend
         self._again_at = now + resend
 
@@ -463,27 +465,28 @@ class Outbox:
 
     def not_under_way(self, peer: str, chunks: Iterable[int]) -> list[int]:
         """Return the chunks, among those given, whose blocks this peer is not sending to `peer` at present."""
-        return [chunk for chunk in sorted(chunks) if not self._owed.get((peer, False, chunk))]
+        return [chunk for chunk in sorted(chunks) if not self._unconfirmed.get((peer, False, chunk))]
 
     def owe(self, peers: Sequence[str], reduced: bool, chunks: Iterable[int]) -> list[Flight]:
-        """Record chunks to send to the peers. Return the transfers to start now: those not under way already."""
+        """Record chunks to send to the peers: averages if `reduced` is true, otherwise this peer's own blocks. Return
+        the transfers to start now: those not under way already."""
         flights = [(peer, reduced, chunk) for chunk in sorted(chunks) for peer in peers]
-        new = [flight for flight in flights if not self._owed.get(flight)]
-        self._owed |= dict.fromkeys(new, True)
+        new = [flight for flight in flights if not self._unconfirmed.get(flight)]
+        self._unconfirmed |= dict.fromkeys(new, True)
         return new
 
     def sent(self, peer: str, reduced: bool, chunk: int) -> None:
-        self._owed.pop((peer, reduced, chunk), None)
+        self._unconfirmed.pop((peer, reduced, chunk), None)
 
     def unsent(self, peer: str, reduced: bool, chunks: Iterable[int]) -> None:
         for chunk in chunks:
-            if (peer, reduced, chunk) in self._owed:
-                self._owed[peer, reduced, chunk] = False
+            if (peer, reduced, chunk) in self._unconfirmed:
+                self._unconfirmed[peer, reduced, chunk] = False
 
     def overdue(self, live: Collection[str]) -> list[Flight]:
         """Return the transfers to repeat now: those that were reported unsent, if their peer is heard."""
-        due = [flight for flight, is_under_way in self._owed.items() if not is_under_way and flight[0] in live]
-        self._owed |= dict.fromkeys(due, True)
+        due = [flight for flight, is_under_way in self._unconfirmed.items() if not is_under_way and flight[0] in live]
+        self._unconfirmed |= dict.fromkeys(due, True)
         return due
 
 

@@ -24,7 +24,8 @@ REACH_REMEDY = "let the router forward this peer's data port, or use a bootstrap
 
 
 class Kind(StrEnum):
-    """The kinds of hindrance. A change of kind restarts the wait before the hindrance is shown."""
+    """A kind of reason why this peer's training may not count. The volunteer sees a reason once its kind has lasted for
+    SHOWN_AFTER seconds."""
 
     CONVICTED = "convicted"
     NO_VOTE = "no vote"

@@ -8,7 +8,7 @@ under way; the outcome of a new round.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from peers.log.certificate import Ballot, Group, Phase
@@ -119,7 +119,7 @@ class Leader:
 
     # Choosing the next action ---------------------------------------------------------------------------------------
     def tick(self) -> None:
-        """Begin a round, collect its Parts, or propose a header, if this peer leads and it is time."""
+        """Begin a round, collect its averages, or propose a header, if this peer leads and the action is due."""
         seat = self._seat
         self.readiness.forget()
         if self._view != seat.pacemaker.view or not seat.is_led_by_us:
@@ -229,8 +229,8 @@ class Leader:
         self._tell_begun(round.peers)
 
     def _tell_begun(self, peers: Iterable[str]) -> None:
-        """Send the Begin to these members: with all commitments to members that check averages by them, with only the
-        contributions' norms to other voters, with neither to the rest."""
+        """Send the Begin to these members of the round: with all commitments if they average, otherwise with only the
+        contributions' norms if they vote, otherwise with neither. In a small round, all get the commitments."""
         begun = self._begun
         assert begun is not None
         need_all, need_norms = receivers_of_commitments(begun, self._seat.log)
@@ -342,19 +342,20 @@ class Leader:
         self._sent_at.clear()
         self._tell_proposed(self.asked)
 
-    def _tell_proposed(self, peers: Iterable[str], again: Iterable[str] = ()) -> None:
-        """Send the proposal to the peers, after the proofs of the faults that its header names."""
-        propose, context, lacking = self._proposed, self._context, set(again)
+    def _tell_proposed(self, peers: Iterable[str], lacking_proofs: Collection[str] = ()) -> None:
+        """Send the peers the proposal, after the proofs of the faults that its header names. Only peers in
+        `lacking_proofs` get proofs again that this peer has sent them before."""
+        propose, context = self._proposed, self._context
         assert propose is not None
         for peer in peers:
             faults, position = propose.header.faults, propose.position
-            shown = context.evidence.show(peer, faults, position, context.now, again=peer in lacking)
+            shown = context.evidence.show(peer, faults, position, context.now, again=peer in lacking_proofs)
             context.emit(*(Send(peer, proof) for proof in shown if peer != context.me), Send(peer, propose))
             self._sent_at[peer] = context.now
 
     def _revise(self, propose: Propose, prepared: Certified | None, ready: Mapping[str, Ready]) -> None:
-        """Replace this peer's proposal by the header `prepared` if that takes precedence. If Readys refuse the
-        proposal, propose its outcome in a new ballot, or withdraw it if only a new round helps."""
+        """Propose the header `prepared` in place of this peer's proposal if `_must_replace` is true. Otherwise, if the
+        refusals in `ready` require it, propose the outcome in a new ballot, or withdraw it for a new round."""
         voter, resend = self._seat.voter, self._context.settings.timing.resend
         if self._do_without_signers(propose, ready) or self._context.now - self._at < resend:
             return
@@ -420,15 +421,15 @@ class Leader:
         return are_too_many
 
     def _refusing(self, propose: Propose, ready: Mapping[str, Ready], reason: str) -> dict[str, Ready]:
-        """Return the Readys that refuse the proposal for this reason, by peer. In the first AGAIN heartbeats return
-        none, because others may not have answered yet."""
+        """Return the Readys that refuse the proposal for this reason, by peer; none in the first AGAIN heartbeat
+        intervals after the proposal, because other voters may not have answered yet."""
         if self._context.now - self._at < AGAIN * self._context.settings.timing.heartbeat:
             return {}
         return {peer: one for peer, one in ready.items() if (one.refused, one.reason) == (propose.ballot, reason)}
 
     def _propose_anew(self, propose: Propose, refusals: set[Refusal]) -> None:
-        """Propose the same outcome in a new ballot if its header has changed (such as the voters that it calls gone),
-        if the minority that makes it has changed, or if `refusals` are of the old ballot itself."""
+        """Propose the same outcome in a new ballot if its header or minority has changed since, or if voters refuse it
+        because of their votes in this or a newer ballot (OTHER_VOTE, OLD_BALLOT). Otherwise do nothing."""
         group = self._seat.attendance.group if propose.group else ()
         header: Header | None = propose.header
         if propose.justify is None and self._begun is not None and self._parts is not None:
@@ -458,7 +459,7 @@ class Leader:
 
     def _newest_prepared(self, ready: Mapping[str, Ready]) -> Certified | None:
         """Return the newest prepared header that this peer or a ready peer knows, to propose it again (R4); None if
-        this peer may propose none. The whole run's headers count as newer than a minority's."""
+        there is none, or if a minority prepared it and this peer may not make entries alone."""
         voter, next_ballot = self._seat.voter, Ballot(view=self._view, attempt=self._attempt + 1)
         false = self.readiness.false_locks
         shown = {peer: one.lock for peer, one in ready.items() if one.lock and one.lock.certificate}
@@ -505,7 +506,7 @@ class Leader:
             return
         has_voted = self._seat.voter.voted_in(peer, propose.ballot, Phase.PREPARE)
         if ready.unproven or not (has_voted or ready.refused == propose.ballot):
-            self._tell_proposed([peer], again=[peer] if ready.unproven else [])
+            self._tell_proposed([peer], lacking_proofs=[peer] if ready.unproven else [])
 
 
 def commitments_are_known(round: Round, known: Mapping[str, object]) -> bool:
