@@ -44,8 +44,8 @@ class RoundTimes:
 
 
 class Pacemaker:
-    """The view timer of one position. `view` is the peer's current view, and `leader` its leader. `reached` is the view
-    in the peer's beats: the next one once the timer has ended. When a quorum has reached it, it becomes `view`.
+    """The view timer of one position. `view` is the peer's current view, and `leader` its leader. `reached`, the
+    view in the peer's beats, is the next one once the timer has ended. When a quorum has reached it, `view` follows.
 
     So all peers change leaders together. A leader that is not heard is skipped at once; if it is heard again, its view
     goes on with the time that was left.

@@ -213,8 +213,8 @@ class Replica(StateMachine):
 
     @property
     def is_of_minority(self) -> bool:
-        """True if the log has an entry made by a minority, and the last entry's members are still not most of the voters
-        before that entry. False if these voters have all left."""
+        """True if the log has an entry made by a minority, and the last entry's members are still not most of the
+        voters before that entry. False if these voters have all left."""
         doubt = self.lineage.doubt
         return doubt is not None and not (self._presence.are_all_gone(doubt) or are_most(doubt, self.log.roster))
 

@@ -1,5 +1,5 @@
-"""The cycle of one peer from outer step to outer step. If one of the peer's parts changes,
-`StepCycle` informs the others.
+"""The cycle of one peer from outer step to outer step. If one of the peer's parts changes, `StepCycle`
+informs the others.
 
 One outer step runs like this: `join` or `on_applied` gives the trainer a lease. When the trainer is done
 (`on_trained`), the round is ready. When the round decides (`entry_made`), the work ends, the replica applies the entry,
@@ -261,8 +261,8 @@ class StepCycle:
             self.search.look()
 
     def on_lineage(self, event: LineageSeen | LineageNotSeen) -> None:
-        """Compare a donor's log with this peer's. If the donor's is longer or better (R21), fetch its state, and send it
-        certificates that convict peers of signing both branches (R9). If no log was seen, prefer other donors."""
+        """Compare a donor's log with this peer's. If the donor's is longer or better (R21), fetch its state, and send
+        it certificates that convict peers of signing both branches (R9). If no log was seen, prefer other donors."""
         if isinstance(event, LineageNotSeen):
             self.search.on_not_seen(event)
             return
@@ -285,8 +285,8 @@ class StepCycle:
             self.search.weigh(sender)
 
     def others_made(self, certified: Certified, sender: str, round: EntryRound) -> None:
-        """Fetch another peer's entry with its payload, and apply it, if this peer accepts the entry. Otherwise fetch the
-        sender's log if the sender claims to be furthest ahead."""
+        """Fetch another peer's entry with its payload, and apply it, if this peer accepts the entry. Otherwise fetch
+        the sender's log if the sender claims to be furthest ahead."""
         if not self._can_catch_up:
             return
         header, log = certified.header, self.replica.log

@@ -188,8 +188,8 @@ class Voter:
         return True
 
     def pass_on(self, certified: Certified, leader: str | None, asked: Collection[str]) -> None:
-        """Forward a certificate to this peer's children in a tree of the members. Few members need no tree, since all of
-        them receive all votes: only the leader sends prepare certificates, to live members not `asked` for a vote."""
+        """Forward a certificate to this peer's children in a tree of the members. Few members need no tree, since all
+        receive all votes: only the leader sends prepare certificates, to live members not `asked` for a vote."""
         assert certified.certificate is not None
         header, group, me = certified.header, certified.certificate.group, self._context.me
         members = audience(self._log, header, group)
@@ -233,8 +233,7 @@ def all_hear_votes(log: LogState, header: Header, group: Group) -> bool:
 
 
 def forward_to(me: str, leader: str, members: Sequence[str]) -> tuple[str, ...]:
-    """Return the members to which `me` forwards a certificate: its children in a tree whose root is the
-    leader."""
+    """Return the members to which `me` forwards a certificate: its children in a tree whose root is the leader."""
     order = [leader, *(peer for peer in members if peer != leader)]
     first = order.index(me) * FANOUT + 1 if me in order else len(order)
     return tuple(order[first : first + FANOUT])
