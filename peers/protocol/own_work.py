@@ -33,7 +33,7 @@ class Objection:
 
 
 class OwnWork:
-    """This peer's finished training for one entry, its commitment to that training, and its Ready."""
+    """This peer's finished training for one entry, and the message (Ready) that tells the leader about it."""
 
     def __init__(self, context: Context, presence: Presence, trainer: Trainer, log: LogState) -> None:
         self.trained: Trained | None = None
@@ -94,9 +94,8 @@ class OwnWork:
         return mine in ([stated], [self._log.without_unproven([stated, *others])[0]])
 
     def is_stated_by(self, begin: Begin) -> bool:
-        """Return True if the Begin has this peer's own commitment unchanged, and all commitments, or norms of
-        contributions, that this peer needs. Otherwise the round may be older than this peer's restart or new
-        training."""
+        """Return True if the Begin has this peer's own commitment or norm unchanged, and what this peer needs: all
+        commitments to check averages, or all contributions' norms to vote."""
         me, ours, stated = self._context.me, self.commitment(), begin.commitments
         need_all, need_norms = receivers_of_commitments(begin, self._log)
         norms = Norms.of(stated) if stated else begin.norms

@@ -121,11 +121,12 @@ class Pace:
 
     def slack(self, training_seconds: float | None, round_seconds: float = 0.0, median_speed: float = 0.0) -> float:
         """Return the seconds for which an asynchronous run that has enough contributions waits for further peers: the
-        grace if the last training's seconds are unknown (None). `median_speed` is in tokens a second, 0 if unknown.
+        time of the overlap's inner steps less `round_seconds`, and at most the grace; the grace if `training_seconds`,
+        the last training's duration, is None (unknown).
 
-        Waiting costs nothing while workers make the overlap's inner steps, less the time of a round. The slack is at
-        least the error of the speeds and a heartbeat, because a peer that is a moment late idles until the next entry.
-        The training may span several cycles, so it counts at most as long as a whole lease takes at `median_speed`.
+        Waiting costs nothing during the overlap. The slack is at least the error of the speeds and a heartbeat, because
+        a peer that is a moment late idles until the next entry. The training may span several cycles, so it counts at
+        most as long as a whole lease takes at `median_speed`, in tokens a second (0: unknown).
         """
         if training_seconds is None:
             return self.grace(None)

@@ -44,12 +44,11 @@ class RoundTimes:
 
 
 class Pacemaker:
-    """The view timer of one position. `view` is the peer's current view, and `leader` its leader. `reached` is `view`,
-    or a later view once the timer has ended; the peer's beats name it.
+    """The view timer of one position. `view` is the peer's current view, and `leader` its leader. `reached`, the
+    view in the peer's beats, is the next one once the timer has ended. When a quorum has reached it, `view` follows.
 
-    The timer alone raises `reached`. The peer keeps its leader until a quorum has reached a later view, so that all
-    change leaders together. A leader that is not heard is skipped at once; if it is heard again, its view goes on with
-    the time that was left.
+    So all peers change leaders together. A leader that is not heard is skipped at once; if it is heard again, its view
+    goes on with the time that was left.
     """
 
     def __init__(self, timing: Timing, times: RoundTimes, now: float) -> None:

@@ -205,7 +205,7 @@ class Parts:
     """The signed averages of one round's chunks that its leader has received, in `Part` messages from reducers."""
 
     def __init__(self, round: Round, keys: Keys | None = None) -> None:
-        """Create an empty store. If `keys` is None, no signature is checked."""
+        """Create the object without averages. If `keys` is None, no signature is checked."""
         self._round = round
         self._reducers = Reducers(round)
         self._averages = Averages("", round, keys)
@@ -214,8 +214,8 @@ class Parts:
         self._taken: dict[int, Averaged] = {}
 
     def take(self, sender: str, part: Part, heirs: Iterable[tuple[str, str]] = ()) -> bool:
-        """Store the signed averages from the Part of a reducer or of an heir; the first average of a chunk counts. Drop
-        a sender with a false signature, because each check takes time. Return True if the whole Part was valid."""
+        """Store the signed averages in a Part from a reducer or an heir; the first average of a chunk counts. If one is
+        not valid, drop all that the sender sent, and ignore its later Parts. Return True if the Part was valid."""
         self._reducers.add(heirs)
         if part.round != self._round.name or sender in self.dropped:
             return False

@@ -351,7 +351,7 @@ class Peer:
 
     @property
     def exchange(self) -> Exchange | None:
-        """The current exchange of `round`; None if there is none."""
+        """The exchange that this peer takes part in, for the entry of `round`; None if it takes part in none."""
         return self.round.exchange
 
     @property

@@ -235,8 +235,9 @@ def credible_rates(claimed: Mapping[str, int], seen: Mapping[str, Mapping[str, i
     for peer, rate in claimed.items():
         others = len(claimed) - 1
         witnesses = len(speaking) - (peer in speaking)
-        share = max(1.0, others / SEEN_LIMIT)  # scales the sums up, since a member reports at most SEEN_LIMIT rates
-        cap = SLACK * share * sums[peer] if sums[peer] and 2 * witnesses >= others else float("inf")
+        # Each witness reports the rates of at most SEEN_LIMIT peers, so estimate the sum of all witnesses' rates.
+        scale = max(1.0, others / SEEN_LIMIT)
+        cap = SLACK * scale * sums[peer] if sums[peer] and 2 * witnesses >= others else float("inf")
         credible[peer] = float(min(rate or slowest, max(cap, slowest)))
     return credible
 

@@ -128,7 +128,7 @@ class Readiness:
         if self._log.closes and not (member.tokens or self._log.counts(sender, ready.incarnation)):
             raise LogError("it has no tokens, so it cannot become a voter")
         self._check_commitment(sender, ready)
-        # If there are other holders, the sender is this peer, which has trained the grant's samples itself.
+        # If this peer has trained samples that it had granted to other peers, these lose their grant.
         for peer in other_holders:
             del self._granted[peer]
             self._ready.pop(peer, None)

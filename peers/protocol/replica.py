@@ -188,7 +188,7 @@ class Replica(StateMachine):
         donors_before = self.claimant, self.furthest
         self._presence.branches.gave_nothing(failed.donor)
         donors_after = self.claimant, self.furthest
-        # A donor that is None now, and was not before, shows that the failed donor was the only one.
+        # If no other donor is left, ask the failed donor again.
         if donors_after.count(None) > donors_before.count(None):
             self._presence.branches.ask_again(failed.donor)
         self._context.emit(Note("info", f"{failed.donor} gave no state: {failed.reason}"))
@@ -213,7 +213,8 @@ class Replica(StateMachine):
 
     @property
     def is_of_minority(self) -> bool:
-        """True if the lineage has a minority's entry, and the members of the last entry are still a minority."""
+        """True if the log has an entry made by a minority, and the last entry's members are still not most of the
+        voters before that entry. False if these voters have all left."""
         doubt = self.lineage.doubt
         return doubt is not None and not (self._presence.are_all_gone(doubt) or are_most(doubt, self.log.roster))
 

@@ -78,10 +78,10 @@ LATE_DATA: dict[type, Row] = {event: Row(row.method) for event, row in DATA.item
 
 @dataclass
 class MissingPayload:
-    """A payload that could not be fetched: the time since when it is missing, and the number of tries to fetch it."""
+    """A payload that could not be fetched, with the time in seconds of the first failure, and the number of tries."""
 
     payload: bytes
-    since: float
+    first_failed_at: float
     tries: int = 0
 
     def pause(self, shortest: float, longest: float) -> float:
@@ -245,7 +245,8 @@ class EntryRound(StateMachine):
         self.say_ready()
 
     def say_ready(self) -> None:
-        """Send Ready, this peer's last votes and proofs of faults to the view's leader, if a repetition is due."""
+        """Send Ready, this peer's last votes and proofs of faults to the view's leader. Send the same again only after
+        the pause between repeated messages."""
         leader = self.pacemaker.leader
         if not self._replica.is_settled or leader is None or not self._work.repetition.is_due:
             return
@@ -368,7 +369,7 @@ class EntryRound(StateMachine):
         """Return True if the log allows an entry with the round's roster, the run has the members' formats, and the
         reducers average all chunks of the payload."""
         try:
-            # The payload's digest is not known yet, and any digest passes this check.
+            # The payload's digest is not known yet, and does not matter here: the log's head is passed in its place.
             round.entry(self.log, {}, self.log.position.head, leader if self.log.closes else None)
         except LogError:
             return False
@@ -542,8 +543,8 @@ class EntryRound(StateMachine):
         the header, and no peer has had the payload for the partition grace, give up this peer's vote."""
         context, notes, justify = self._context, self._notes, propose.justify
         assert justify is not None
-        # If the whole run votes, do not fetch a payload that only a minority prepared: a single liar can be a minority,
-        # and fill this disk.
+        # For a proposal to the whole run, do not fetch a payload that only a minority prepared: one liar alone could
+        # call itself a minority, and fill this disk.
         is_foreign = justify.choice.alone and not propose.group
         if is_foreign or not self.voter.place.is_prepared(propose.header, justify):
             return Refusal.NO_PAYLOAD
@@ -554,7 +555,7 @@ class EntryRound(StateMachine):
         if lacking is None or context.now - notes.asked_at >= lacking.pause(timing.resend, timing.heartbeat_expiry):
             self._fetch(propose)
         is_bound = lock is not None and lock.header == propose.header
-        if is_bound and lacking is not None and context.now - lacking.since > timing.partition_grace:
+        if is_bound and lacking is not None and context.now - lacking.first_failed_at > timing.partition_grace:
             text = f"no peer has the payload of outer step {propose.header.index}: this peer gives up its vote"
             context.emit(Note("warning", text))
             context.votes.begin_anew()

@@ -1,4 +1,4 @@
-"""The cycle of one peer from outer step to outer step. `StepCycle` connects the peer's parts: if one part changes, it
+"""The cycle of one peer from outer step to outer step. If one of the peer's parts changes, `StepCycle`
 informs the others.
 
 One outer step runs like this: `join` or `on_applied` gives the trainer a lease. When the trainer is done
@@ -82,8 +82,7 @@ class StepCycle:
 
     @property
     def round(self) -> EntryRound:
-        """The open round with the highest fragment. Its entry closes the cycle, unless the closing entry is made before
-        other fragments' entries."""
+        """The open round with the highest fragment: the model's last fragment, unless its entry is already made."""
         return self.rounds[max(self.rounds)]
 
     @property
@@ -168,10 +167,11 @@ class StepCycle:
         return EntryRound(self._context, self.presence, self.trainer, self.replica, fragment, self)
 
     def on_applied(self) -> None:
-        """Train this peer's next lease from the new theta, continue work for a later entry, or ask for a lease."""
+        """Continue the training if it is for a later entry than the applied one. Otherwise train this peer's lease from
+        the new theta; if it has no lease, ask for one."""
         self._turn()
         if self._leave_by is not None:
-            self.leave_if_possible()  # repeated once the digest of the state is known
+            self.leave_if_possible()  # if not possible yet, `on_digested` tries again
             return
         if self.replica.state is not ReplicaState.LEVEL or self.replica.log.made:
             self._look()  # other peers may have the cycle's other entries
@@ -191,7 +191,8 @@ class StepCycle:
             self.join()
 
     def on_digested(self) -> None:
-        """Send Ready or a lease request with the new state's digest, or leave if this peer is leaving."""
+        """Use the new state's digest: leave if this peer is leaving. Otherwise try to join if it has no lease, and
+        send Ready in each round in which it is ready."""
         if self._leave_by is not None:
             self.leave_if_possible()
         elif self.state is State.JOINING:
@@ -237,8 +238,8 @@ class StepCycle:
         self._context.emit(Note("info", f"the leader {leader} refused this peer: {refuse.reason}"))
         ours = self.replica.state_digest
         if refuse.state_digest == ours:
-            # Samples from the log, or from the leader that refuses, are valid. Other samples are dropped, because a
-            # different leader may have granted them to two peers.
+            # Keep work on samples that the log, or the leader that refuses this peer, granted. Drop other work, because
+            # a different leader may have granted the same samples to two peers.
             is_good = leader == round.granted_by or self._context.me in self.replica.log.leases
             if round.is_taking_part and not is_good:
                 self._drop_work()
@@ -260,8 +261,8 @@ class StepCycle:
             self.search.look()
 
     def on_lineage(self, event: LineageSeen | LineageNotSeen) -> None:
-        """Compare another peer's log with this peer's. If the other log is better, fetch its state, and send its donor
-        the certificates of this peer's branch, because they convict peers that signed both branches (R9)."""
+        """Compare a donor's log with this peer's. If the donor's is longer or better (R21), fetch its state, and send
+        it certificates that convict peers of signing both branches (R9). If no log was seen, prefer other donors."""
         if isinstance(event, LineageNotSeen):
             self.search.on_not_seen(event)
             return
@@ -284,8 +285,8 @@ class StepCycle:
             self.search.weigh(sender)
 
     def others_made(self, certified: Certified, sender: str, round: EntryRound) -> None:
-        """Fetch the payload of an entry that a minority made, or whose payload is missing here, and apply it, if this
-        peer accepts the entry."""
+        """Fetch another peer's entry with its payload, and apply it, if this peer accepts the entry. Otherwise fetch
+        the sender's log if the sender claims to be furthest ahead."""
         if not self._can_catch_up:
             return
         header, log = certified.header, self.replica.log
@@ -317,7 +318,7 @@ class StepCycle:
             self._drop_work()
             self.replica.take(NoneAhead())
             self._ask_at_once()
-        else:  # the entry's round stays open: a peer that has the entry sends it again
+        else:  # the cycle is still open, so this entry's round is, too: a peer that has the entry sends it again
             self.replica.take(NoneAhead())
             self._turn()
 
@@ -343,7 +344,7 @@ class StepCycle:
         self.replica.take(far)
 
     def on_fetched(self, event: SnapshotRestored | SnapshotFailed) -> None:
-        """Reset the search after a fetch. If a state was fetched, join the run with it."""
+        """Begin the search for peers that are ahead anew. If a state was fetched, join the run with it."""
         self.search.fetched()
         if isinstance(event, SnapshotRestored):
             self._ask_at_once()

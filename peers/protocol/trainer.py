@@ -79,8 +79,8 @@ class Trainer(StateMachine):
         self._context.emit(Train(log.position.index, leased.lease, leased.steps, *lineage))
 
     def _progressed(self, event: TrainingProgress) -> None:
-        """Record a progress report. A lease's first inner step does not prove that the worker is alive, because a
-        worker could begin each lease and then hang. A report of inner step 0 is about the lease before."""
+        """Record a progress report. It shows that the worker is alive, except at a lease's first inner step, since a
+        worker may begin each lease and then hang. Inner step 0 means the last steps of the previous lease."""
         is_of_lease = event.progress.inner_step > 0
         if self.progress is not None or not is_of_lease:
             self.watch.progress(self._context.now)
@@ -175,7 +175,8 @@ class Captures:
         self._changed = set[int]()
 
     def add(self, fragment: int, trained: Trained) -> None:
-        """Store a fragment's capture, or NOTHING if the worker will store the fragment's work again."""
+        """Store a fragment's capture. If the worker will train the fragment further and capture it again, store NOTHING
+        (no tokens) instead."""
         self._trained[fragment] = NOTHING if self._goes_on(fragment) else trained
 
     def of(self, fragment: int) -> Trained | None:
@@ -184,12 +185,12 @@ class Captures:
 
     def keeps(self, fragment: int) -> bool:
         """Return True if a fragment's capture is final, because it is in a round or entry, or waits for a round.
-        Otherwise the worker will store the fragment's work again."""
+        Otherwise the worker will train the fragment further and capture it again."""
         return fragment in self._trained and not self._goes_on(fragment)
 
     def entry_made(self, entry: Header, me: str) -> None:
         """Drop the capture of the entry's fragment if the entry counts tokens of this peer, even if only a part of
-        them, because nothing may count twice. Also drop it if the worker will store the fragment's work again."""
+        them, because nothing may count twice. Also drop it if the worker will capture the fragment again."""
         fragment = entry.fragment
         (self._made if entry.payload == NO_PAYLOAD else self._changed).add(fragment)
         if fragment in self._trained and (entry.tokens_of(me) or self._goes_on(fragment)):
@@ -234,7 +235,7 @@ class WorkerWatch:
         self._since, self._longest_ever = None, max(self._longest_now, self._longest_ever or 0.0)
 
     def end(self, now: float) -> None:
-        """Stop watching at the time `now`. The silence until then continues in the next training."""
+        """Stop watching at the time `now`. The worker's silence before `now` counts in the next training, too."""
         self._silence_before, self._since = self._silence(now), None
 
     def is_stuck(self, now: float) -> bool:

@@ -102,5 +102,6 @@ class Views:
             return True
         index = self._log.position.index
         is_unproven = beat.index > index and peer in self._presence.branches.unproven
-        is_near = beat.index + 1 >= index or peer in self._log.roster  # the beat may be older than the last entry
+        # A member of the last entry has it, and a peer whose beat is one index behind may have it by now.
+        is_near = beat.index + 1 >= index or peer in self._log.roster
         return beat.state in PARTICIPATING and is_near and not is_unproven

@@ -161,12 +161,12 @@ class Voter:
         return Certified(header=header, certificate=certificate) if certificate else None
 
     def is_news(self, choice: Choice) -> bool:
-        """Return True if the choice is newer than that of the newest prepared header that this peer knows. The whole
-        run's choices count as newer than a minority's."""
+        """Return True if the choice's ballot is later than that of the newest prepared header that this peer knows. All
+        ballots of the whole run count as later than those of a minority."""
         return self.prepared is None or choice_of(self.prepared).weight < choice.weight
 
     def is_prepared(self, certified: Certified) -> bool:
-        """Return True if the message has a valid prepare certificate of its header. Before the first entry the header
+        """Return True if `certified` has a valid prepare certificate of its header. Before the first entry the header
         must also have the minimum of members, or be a minority's, because founders certify themselves (R13)."""
         certificate, least = certified.certificate, self._context.settings.minimum_peers
         if certificate is None or not self.place.is_prepared(certified.header, certificate):
@@ -174,7 +174,8 @@ class Voter:
         return self._log.last is not None or certificate.choice.alone or len(certified.header.roster) >= least
 
     def proves(self, certified: Certified, sender: str) -> bool:
-        """Return True if the message has a valid commit certificate of its header; otherwise report the sender."""
+        """Return True if `certified` has a valid commit certificate of its header. Otherwise report the sender, and
+        return False."""
         assert certified.certificate is not None
         # Until the digest of this peer's new state is known, check the header without it (`self.here` has an old one).
         here = self.here if self._replica.is_settled else self._log
@@ -187,8 +188,8 @@ class Voter:
         return True
 
     def pass_on(self, certified: Certified, leader: str | None, asked: Collection[str]) -> None:
-        """Forward a certificate to this peer's children in a tree of the members. If the members are so few that all
-        receive all votes, only the leader forwards: prepare certificates, to live members not `asked` for vote 1."""
+        """Forward a certificate to this peer's children in a tree of the members. Few members need no tree, since all
+        receive all votes: only the leader sends prepare certificates, to live members not `asked` for a vote."""
         assert certified.certificate is not None
         header, group, me = certified.header, certified.certificate.group, self._context.me
         members = audience(self._log, header, group)
@@ -232,8 +233,7 @@ def all_hear_votes(log: LogState, header: Header, group: Group) -> bool:
 
 
 def forward_to(me: str, leader: str, members: Sequence[str]) -> tuple[str, ...]:
-    """Return the members to which `me` forwards a certificate: its children in a tree whose root is the leader. A
-    member whose parent in the tree is gone asks the leader again."""
+    """Return the members to which `me` forwards a certificate: its children in a tree whose root is the leader."""
     order = [leader, *(peer for peer in members if peer != leader)]
     first = order.index(me) * FANOUT + 1 if me in order else len(order)
     return tuple(order[first : first + FANOUT])

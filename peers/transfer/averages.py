@@ -152,7 +152,7 @@ class Admission:
 
     def _fault(self, sender: str, exchange: Exchange, header: ChunkHeader, data: bytes | bytearray) -> BadBlocks | None:
         """Return the fault in the blocks that a member sent; None if they are valid. The fault contains evidence if the
-        member committed to the blocks and the blocks are short enough."""
+        member committed to the blocks, and they have at most EVIDENCE_LIMIT bytes."""
         round_name, chunk, proof = exchange.name, header.chunk, header.proof
         if proof is None or not exchange.contributions.has(sender, chunk, digest_of(data), proof):
             return BadBlocks(round_name, sender, chunk, "it has not committed to these blocks")

@@ -29,8 +29,8 @@ PLACES: Mapping[Reach | None, int] = {Reach.OPEN: 4, Reach.PUNCHED: 4, None: 4, 
 bulk data only where too few direct donors are left, and an unreachable donor is tried only when it is the last one."""
 RANK: Mapping[Reach | None, int] = {Reach.OPEN: 0, Reach.PUNCHED: 0, None: 1, Reach.RELAYED: 2, Reach.NONE: 3}
 MOST = LONGEST  # seconds after which a request to a donor is given up
-# seconds without a range after which a donor is silent, and does not keep other donors from being asked; also the
-# seconds expected for a new donor's first range
+# seconds without any chunk after which a donor counts as silent, so that one more donor is asked; also the time that a
+# new donor is expected to need for its first request
 SILENT = 10.0
 RANGES = 4  # ranges requested from a donor at once, enough for a link of 1 Gbit/s and 40 ms (a range has up to 8 MiB)
 # maximum requests from one peer that this peer answers at the same time: the RANGES that a peer sends at once, and one
@@ -107,8 +107,8 @@ Kept = TypeVar("Kept")
 
 
 def kept_for(transport: PullTransport, kept: Mapping[str, Kept], run: str, sender: str) -> Kept:
-    """Return what `kept` has for a run, to answer a request of `sender`. Raises: RefusalError when this peer does not
-    have the run, or `sender` is not admitted to it."""
+    """Return `kept[run]`, to answer a request of `sender` with it. Raises: RefusalError when `kept` does not have the
+    run, or `sender` is not admitted to the run."""
     if run not in kept:
         raise RefusalError(f"run {run} is not here")
     transport.check_admitted(run, sender)
@@ -146,7 +146,7 @@ class Download:
         # by range, the pending requests for it; the range that was requested first comes first
         self._asked: dict[Range, dict[asyncio.Task[tuple[bytes, bytearray]], _Request]] = {}
         self._reasons: dict[str, str] = {}  # the reason why each failed donor was given up, by donor
-        # the donor that each worker task asks for one range after another
+        # by worker task: the donor from which the task fetches ranges, one after another
         self._workers: dict[asyncio.Task[None], str] = {}
         self._gave_at: dict[str, float] = {}  # time in seconds of each donor's last range, or of its first request
         self._pace = _DonorPace()
@@ -241,8 +241,8 @@ class Download:
         return None
 
     async def _fetch(self, donor: str, wanted: Range) -> None:
-        """Fetch a range from a donor, unless another donor sends it first. If no request for the range is left, mark it
-        as missing again."""
+        """Fetch a range from a donor, unless another donor sends it first. If this fails, and no other donor is being
+        asked for the range, mark it as missing again."""
         start, stop = self._wanted.bounds(*wanted)
         message = self._wanted.request(*wanted)
         request = _Request(donor, stop - start, self._now())

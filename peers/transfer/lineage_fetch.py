@@ -50,7 +50,7 @@ BACK = 16
 """Factor by which each search step for the place where two logs split goes further back than the one before."""
 ASKED = 16
 """Peers whose logs a peer without one compares; also peers that are asked for entries that a donor does not have."""
-PATIENCE = 60.0  # seconds for one comparison of two logs; each fetched entry adds to them
+PATIENCE = 60.0  # seconds for one comparison of two logs, without those for each entry (PATIENCE_PER_ENTRY)
 PATIENCE_PER_ENTRY = 0.05  # additional seconds for each fetched entry: checking its certificate takes milliseconds
 LONGEST = 1800.0  # maximum seconds for one comparison, however many entries it fetches
 CHAIN_BYTES = 1 << 30  # maximum bytes of entries fetched in one comparison
@@ -58,10 +58,8 @@ NO_STRETCH = Stretch()
 
 
 class HeadersRequest(Value):
-    """A request for the entries of the cycles [first, last). The donor sends those that it has.
-
-    `is_whole` asks for full headers of the first cycle, because the asker does not know the entry before it.
-    """
+    """A request for the entries of the cycles [first, last), as outcomes. `is_whole` asks for headers in the first
+    cycle, for an asker that does not know the entry before it."""
 
     run: RunId
     first: Count
@@ -211,8 +209,8 @@ class LineageFetch:
         return await asyncio.to_thread(self._compared, theirs, here, chain)
 
     async def _begin(self, donor: str, others: Sequence[str], here: LogState) -> tuple[_Look, Stretch]:
-        """Return the progress of the comparison with the donor so far, and the next stretch of the donor's log. Raises:
-        LineageError."""
+        """Begin to compare this peer's log up to `here` with the donor's, or continue the last comparison. Return its
+        progress, and the donor's next stretch, from the donor or `others`. Raises: LineageError."""
         last, self._last = self._last, None
         if last is not None and (last.donor, last.here) == (donor, here.position):
             return last, await self._next(donor, others, last.walk.end)

@@ -197,7 +197,8 @@ class MissingProofs:
         self._turn = asyncio.Lock()
 
     def look(self) -> None:
-        """Record the missing proofs of entries that were added to either end of the log since the last call."""
+        """Search the entries that were added to either end of the log since the last call. Record the proofs that they
+        name and that are not on this disk."""
         log, (first, stop, head) = self._log, self._looked
         if not log.is_on_disk:
             return

@@ -59,7 +59,8 @@ PATIENCE, PAUSE = 10.0, 1.0  # maximum seconds to wait until the log vouches for
 RANGES_AT_LEAST = 64  # minimum requests for one snapshot with enough chunks, so that no donor idles at its end
 RANGE = 8  # maximum number of chunks in one request for a snapshot
 DIGESTS_LIMIT = 1 << 26  # maximum bytes of the digests of a snapshot's chunks: enough for a state of 2 TiB
-MEMORY_SHARE = 4096  # digests may use 1/MEMORY_SHARE of free memory, enough for a state of 8 times the free memory
+# Chunk digests in an offer may use 1/MEMORY_SHARE of free memory, enough for a state of 8 times the free memory.
+MEMORY_SHARE = 4096
 
 
 class SnapshotRequest(Value):
@@ -196,8 +197,8 @@ class _SnapshotCache:
         return next((snapshot for at, snapshot in self._all if at == head), None)
 
     def new_enough(self, least: int) -> Snapshot | None:
-        """Return a held snapshot of outer step `least` or later; None if there is none. Prefer the main one
-        to the extra one, because other peers have the main one, too.
+        """Return a held snapshot of outer step `least` or later; None if there is none. Prefer the main one,
+        which other peers have, too, to the extra one, which was made for one joiner.
 
         A former main one is not returned, because it may be of a branch that this peer has left.
         """
@@ -413,13 +414,13 @@ class NotYetVouchedError(SnapshotError):
 
 @dataclass(frozen=True)
 class Vouched:
-    """The rules that an offered snapshot must satisfy: a branch of the log vouches for it, and it is of outer step
-    `least` or later.
+    """The rules for offered snapshots: the position must be on `branch`, at outer step `least` or later, and entries or
+    live peers (`reported`) must name the state. If `is_wary`, snapshots before doubtful entries are preferred.
 
     An entry names the state that it follows. At the branch's end, and where only an entry that too few have signed
     names the state, live peers report it in their heartbeats; `reported` returns their report, as `reported_state`
     does. Until they report it, no snapshot of that place is taken, however many peers offer one, since all of them may
-    be liars. With `is_wary` a snapshot from before the entries that too few have signed is preferred.
+    be liars. Doubtful entries are those that too few voters have signed.
     """
 
     branch: Branch
@@ -442,14 +443,13 @@ class Vouched:
 
     @cached_property
     def _places(self) -> dict[int, LogState]:
-        """The logs whose state live peers must report, by index: the log up to the end of `branch`, and the log before
-        each entry that names a state but has too few signatures."""
+        """The logs whose state no certified entry names, so that live peers must report it, by index: the log up to the
+        end of `branch`, and the log before each entry that names a state but is not certified."""
         claimed = (place for place in self.branch.doubts if place.position.index in self.branch.claimed)
         return {place.position.index: place for place in (*claimed, self.branch.end)}
 
     def _doubts(self, position: Position) -> int:
-        """Return the number of entries with too few signatures before a position. `choose` prefers positions with few
-        such entries. Always 0 unless `is_wary`."""
+        """Return the number of entries of `branch` before a position that are not certified; 0 unless `is_wary`."""
         return self.is_wary and sum(doubt.position.index < position.index for doubt in self.branch.doubts)
 
     def choose(self, offered: Mapping[str, Offered]) -> list[str]:

@@ -39,7 +39,7 @@ from peers.values.wire import (
 )
 
 SIZE_LIMIT = 64 * 1024  # maximum bytes of a packed manifest
-# maximum bytes of a manifest's content, so that there is room for name, organiser and signature
+# maximum bytes of a manifest's content; the rest of SIZE_LIMIT is for name, organiser and signature
 CONTENT_LIMIT = SIZE_LIMIT - 1024
 NAME = re.compile(r"[a-z0-9-]{1,40}")
 DIGEST_CHARACTERS = 32  # number of lower-case base32 characters of the digest in a run id: 160 bits

@@ -46,8 +46,8 @@ def _look_later(task: asyncio.Task[Any]) -> None:
     # `_log_traceback` is true while no caller has retrieved the exception; asyncio itself logs it only when the task is
     # deleted.
     if task._log_traceback:
-        # The timer has a weak reference, since the task's exception keeps the memory of the failed calls alive. If the
-        # task is deleted before the timer ends, asyncio logs the exception.
+        # The timer refers to the task only weakly, since the exception keeps the failed functions' variables in memory.
+        # If the task is deleted before the timer ends, asyncio logs the exception.
         task.get_loop().call_later(UNSEEN_SECONDS, _report_unseen, weakref.ref(task))
 
 
