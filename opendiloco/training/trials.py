@@ -330,7 +330,7 @@ def fitting_micro_batch(replica: ModelReplica, piece: int, team: Team, trains: b
         at_once = positions_at_once(replica.model.config.vocab_size, team.device) // length
         if 1 < at_once < fitting:
             # Logits are computed for at most `at_once` windows at a time, so more windows need no more memory for
-            # logits. They need one buffer, however many they are, to add up the head's gradients (`added_up`).
+            # logits. All windows together need one buffer to add up the head's gradients (`added_up`).
             with in_pieces_of(length):
                 two, three = taken(2), taken(3)
             beyond = min(max(1, three - two), each)

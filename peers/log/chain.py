@@ -172,7 +172,8 @@ def _header_of(log: LogState, outcome: Outcome) -> Header:
 
 
 def _first_leader(log: LogState) -> str | None:
-    """Return the leader of view 0 of the next entry; None if that entry closes no cycle."""
+    """Return the leader of view 0 of the next entry; None before the first entry, and if the entry closes no cycle,
+    since its header then names no leader."""
     return log.leader_of(0) if log.closes else None
 
 

@@ -337,8 +337,9 @@ class Arranging:
             await self._begin(sock, peer, opening.number, Reach.RELAYED)
 
     async def _begin(self, sock: socket.socket, peer: str, number: int, reach: Reach) -> bool:
-        """Make a TLS connection on a socket that both ends have dialled. The peer with the smaller id sends the Hello,
-        and opens the conversations if `number` is even; otherwise the other peer does. Return True on success."""
+        """Make a TLS connection to `peer` on a socket: both ends have dialled each other, or a relay. The end with the
+        smaller peer id sends the Hello. It also opens the conversations if the connection's `number` is even; if it is
+        odd, the other end opens them. Return True on success."""
         try:
             if self._links.me < peer:
                 connection = await greet(sock, self._links.credentials, peer, is_ours=number % 2 == 0, reach=reach)

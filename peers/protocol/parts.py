@@ -125,8 +125,8 @@ class Averages:
         return self._here.get(chunk)
 
     def squares_with(self, averaged: Averaged, squares: float) -> float:
-        """Return the squared norm of one reducer's averages together: those stored here, and `averaged`, whose own
-        squared norm is `squares`."""
+        """Return the squared norm of all averages by the reducer of `averaged`: those stored here, and `averaged` with
+        the squared norm `squares`, in place of an earlier average of its chunk."""
         before = self._here.get(averaged.chunk)
         replaced = self._squares[averaged.chunk] if before and before.reducer == averaged.reducer else 0.0
         return self._given[averaged.reducer] - replaced + squares
