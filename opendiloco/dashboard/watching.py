@@ -151,7 +151,7 @@ class _Curve:
         self._buckets: dict[int, tuple[float, int]] = {}  # sum and number of a bucket's values, by the bucket's index
 
     def add(self, x: float, y: float) -> None:
-        """Add y to the mean of the bucket of x. If there are then more than `MOST_POINTS` buckets, merge them in pairs."""
+        """Add y to the mean of the bucket of x. With more than `MOST_POINTS` buckets, merge neighbours in pairs."""
         self._put(int(x // self._width), y, 1)
         if len(self._buckets) > MOST_POINTS:
             narrow, self._width, self._buckets = self._buckets, 2 * self._width, {}
