@@ -1,5 +1,5 @@
-"""The seconds for which saving a checkpoint blocks the trainer, compared with saving in the trainer itself: `python -m
-benchmarks.checkpoint`.
+"""The seconds for which a checkpoint blocks the trainer, if another process writes it (as in diloco-peer), and if the
+trainer's own process writes it: `python -m benchmarks.checkpoint`.
 
 Ours copies momentum and theta into memory that was allocated before or, if they are large, into a file that is not
 flushed. Another process then writes the copy to the disk. Only a next outer step that comes before the end of the copy
@@ -96,8 +96,8 @@ async def save_in_a_process(state: OuterState, plan: KeepingPlan) -> tuple[float
 
 
 def measure(values: int, rounds: int, folder: Path, rate: float | None) -> dict[str, Times]:
-    """Return the times of all contenders (ways to save a checkpoint), by name. The first of `rounds + 1` rounds is not
-    counted. Raises: ClickException if the written checkpoint does not match the state."""
+    """Return the times of all contenders (ways to save a checkpoint), by name. `rate` limits diloco-peer's writing, in
+    bytes a second (None: no limit). Raises: ClickException if its checkpoint does not match the saved state."""
     import torch
     from safetensors.numpy import save_file
 

@@ -221,8 +221,8 @@ def row(curves: Curves, name: str) -> dict[str, Any]:
 
 
 def bars_of(curves: Curves) -> list[Bar]:
-    """Return a requirement for each method that has a 95 % interval of the ratio of its baseline's loss to its own: the
-    lower end of this interval must be at least the required ratio."""
+    """Return a requirement for each method in BARS that has results for two seeds: its baseline's loss divided by its
+    own must be at least the ratio in BARS, even at the lower end of the 95 % interval."""
     bars = []
     for name, base, least in BARS:
         above = interval(curves, name, base)

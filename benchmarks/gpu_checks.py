@@ -49,7 +49,7 @@ def untrained(device: torch.device, inner_steps: int) -> Reference:
 
 
 def trained(device: torch.device, inner_steps: int) -> Reference:
-    """Return the reference run of `untrained` after two outer steps of two replicas."""
+    """Return a reference run in which two replicas have trained on the device for two outer steps."""
     reference, samples = untrained(device, inner_steps), inner_steps * BATCH
     for first in (0, 2 * samples):
         leases = (SampleRange(first, first + samples), SampleRange(first + samples, first + 2 * samples))

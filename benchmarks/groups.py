@@ -67,12 +67,12 @@ class Place:
 
     @property
     def for_vector_peer(self) -> list[str]:
-        """The command-line arguments with which benchmarks/vector_peer.py runs our peer in this place."""
+        """The command-line arguments for benchmarks/vector_peer.py: the address to listen on, and `arguments`."""
         return ["--listen", f"/ip4/{self.address}/tcp/0", *self.arguments]
 
     @property
     def for_averagers(self) -> list[str]:
-        """The command-line arguments with which benchmarks/averagers.py runs another library's peer in this place."""
+        """The command-line arguments for benchmarks/averagers.py: the IPv4 address and the network interface."""
         return ["--address", self.address, "--interface", self.interface]
 
 
@@ -162,8 +162,8 @@ def sent_bytes(payload: int, peers: int) -> float:
 
 
 async def measure(names: Sequence[str], values: int, places: Sequence[Place], repetitions: int) -> dict[str, Group]:
-    """Run `repetitions` rounds of each averaging method in `names`, in turns, with a peer in each place. Return the
-    peers of each method with the measurements of their rounds, by the method's name."""
+    """Run `repetitions` rounds of each averaging method in `names`, in turns, with a peer at each network address in
+    `places`. Return the peers of each method with the measurements of their rounds, by the method's name."""
     contenders = [contender for contender in CONTENDERS if contender.name in names]
     others = [contender.kind for contender in contenders if contender.kind]
     async with AsyncExitStack() as stack:
@@ -188,8 +188,8 @@ async def measure(names: Sequence[str], values: int, places: Sequence[Place], re
 async def start_peers(
     stack: AsyncExitStack, commands: Sequence[Sequence[object]], places: Sequence[Place], logs: Path
 ) -> list[PeerProcess]:
-    """Start one peer process in each place, pass the first peer's address to the others, and return the processes.
-    `stack` ends all processes."""
+    """Start a peer process for each command, in the network namespace of its place. Pass the first peer's address to
+    the others, and return the processes. `stack` ends all processes."""
     peers: list[PeerProcess] = []
 
     async def end() -> None:

@@ -59,7 +59,8 @@ class Bandwidths:
 
 @dataclass
 class Fetch:
-    """One joiner's download of the state. Times are in seconds of the clock that all processes share."""
+    """One joiner's download of the state. Times are in seconds of the clock that all processes share.
+    `fetched_before_kill` are the bytes received before the benchmark kills a donor; None: it kills no donor."""
 
     began: float
     ended: float = 0.0

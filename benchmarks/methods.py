@@ -183,7 +183,7 @@ def train(method: Method, setting: TrainingSetup, seed: int) -> Curve:
         sent = 4 * reference.layout.parameter_count if method.kind == "batches" else 0
         return Curve(tuple(points), sent, steps * sent)
     values = [fragment.stop - fragment.start for fragment in reference.layout.fragments]
-    # A value counts 4 bytes if the method replaces the codec by Python functions.
+    # Bytes sent for each fragment. A codec of Python functions has no byte format, so its values count 4 bytes each.
     sizes = [4 * each if "codec" in method.idea else FORMATS[config.codec.kind].payload_size(each) for each in values]
     return Curve(tuple(points), max(sizes), outer_steps * sum(sizes))
 

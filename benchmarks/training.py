@@ -1,5 +1,5 @@
-"""The speed of a volunteer between rounds, as a share of the speed of a good training loop: `python -m
-benchmarks.training`.
+"""The speed of a volunteer between rounds, as a share of the speed of a plain PyTorch loop that trains the same model:
+`python -m benchmarks.training`.
 
 The contenders have the same weights, optimizer, batches, micro-batches, precision and number of threads, and either all
 or none compile. They run side by side and take turns of one outer step's inner steps; the first turn only warms up.
@@ -148,7 +148,8 @@ def with_text(config: RunConfig, text: str) -> RunConfig:
 
 
 async def measure(config: RunConfig, machine: Machine, repetitions: int, by_hand: bool) -> SpeedMeasurements:
-    """Train with all contenders in turns, and return the measurements. Raises: PeerProcessError."""
+    """Train in turns with a bare PyTorch loop, a volunteer and, if `by_hand`, a loop with a model written by hand.
+    Return the measurements. Raises: PeerProcessError."""
     turns = {name: Turns() for name in (BARE, *([BY_HAND] if by_hand else []), VOLUNTEER)}
     async with AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="training-")))

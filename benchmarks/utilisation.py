@@ -175,8 +175,8 @@ def main(
     names = namespaces.split(",")
     rate, latency = min(rates_at_once(names, iperf_streams).both_ways), round_trip((names[0], names[1]))
     link = 8 * rate / LINK_SHARE
-    to_each = latency / 2  # seconds of a round trip over one of the two links between peers
-    peers = (PeerGroup("peer", len(names), link, link, to_each, step_seconds),)
+    to_server = latency / 2  # seconds of a round trip from a peer to a server half way to another peer
+    peers = (PeerGroup("peer", len(names), link, link, to_server, step_seconds),)
     methods = methods_for(fragments, overlap)
     inner_steps = max(overlap + 1, fragments, round(round_of(peers, values, methods[0].bits).seconds / step_seconds))
     setting, places = SwarmSetup(values, inner_steps, step_seconds), list(map(place_in, names))

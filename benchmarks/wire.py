@@ -89,9 +89,10 @@ def _at(times: Sequence[float], counts: Sequence[int], at: float) -> float:
 
 
 class InterfaceCounters:
-    """A thread that reads the byte counters of the namespaces' network interfaces until `stack` closes."""
+    """A thread that reads the byte counters of the peers' network interfaces every few milliseconds."""
 
     def __init__(self, stack: ExitStack, namespaces: Sequence[str]) -> None:
+        """Start the thread, which ends when `stack` closes."""
         self.wires = [Wire() for _ in namespaces]
         places = [place_in(namespace) for namespace in namespaces]
         inside = [stack.enter_context(process_behind(place.prefix)) for place in places]
@@ -127,8 +128,8 @@ def process_behind(prefix: Sequence[str]) -> Iterator[int]:
 
 
 @dataclass(frozen=True)
-class Course:
-    """The course of one round: the seconds of its parts, and the rates at which each peer received bytes."""
+class RoundTraffic:
+    """The traffic of one round: the seconds of its parts, and the rates at which each peer received bytes."""
 
     seconds: float
     encoding: float
@@ -144,8 +145,9 @@ class Course:
         return max(PERIOD, self.first_byte - self.encoding + self.after_last)
 
 
-def course_of(group: Group, number: int, wires: Sequence[Wire], rates: LinkRates) -> Course:
-    """Return the course of a group's round `number`, from its start until all peers have the average."""
+def traffic_of(group: Group, number: int, wires: Sequence[Wire], rates: LinkRates) -> RoundTraffic:
+    """Return the traffic of a group's round `number`, from the byte counts in `wires`. The round ends when all peers
+    have the average."""
     began, reports = group.began[number], group.rounds[number]
     ended = max(report.get("agreed") or report["time"] for report in reports)
     lines = [wire.rates(began, ended) for wire in wires]
@@ -153,7 +155,7 @@ def course_of(group: Group, number: int, wires: Sequence[Wire], rates: LinkRates
         sum(rate >= WELL_USED * down for _, rate in line) / max(1, len(line))
         for line, down in zip(lines, rates.down, strict=True)
     ]
-    return Course(
+    return RoundTraffic(
         seconds=ended - began,
         encoding=max(report.get("encoded", began) for report in reports) - began,
         first_byte=min(wire.first_sent(began) for wire in wires) - began,
@@ -163,47 +165,50 @@ def course_of(group: Group, number: int, wires: Sequence[Wire], rates: LinkRates
     )
 
 
-def median_course(courses: Sequence[Course]) -> Course:
-    return sorted(courses, key=lambda course: course.seconds)[len(courses) // 2]
+def median_traffic(measured: Sequence[RoundTraffic]) -> RoundTraffic:
+    return sorted(measured, key=lambda traffic: traffic.seconds)[len(measured) // 2]
 
 
-def row_of(name: str, course: Course, delay: float) -> dict[str, Any]:
+def row_of(name: str, traffic: RoundTraffic, delay: float) -> dict[str, Any]:
     """Return the table's row on one contender's median round. `delay` is the links' one-way delay in seconds."""
     return {
         "contender": name,
-        "peers": len(course.lines),
-        "seconds": course.seconds,
-        "encode s": course.encoding,
-        "first byte s": course.first_byte,
-        "after last s": course.after_last,
+        "peers": len(traffic.lines),
+        "seconds": traffic.seconds,
+        "encode s": traffic.encoding,
+        "first byte s": traffic.first_byte,
+        "after last s": traffic.after_last,
         "one way ms": delay * 1e3,
-        "delays beside": course.talking / delay,
-        "used over 80 %": course.well_used,
+        "delays beside": traffic.talking / delay,
+        "used over 80 %": traffic.well_used,
     }
 
 
-def panel_of(name: str, course: Course, rates: LinkRates) -> Panel:
+def panel_of(name: str, traffic: RoundTraffic, rates: LinkRates) -> Panel:
     megabit = 8 / 1e6
     lines = {
         f"into peer {number}": [(at, rate * megabit) for at, rate in line]
-        for number, line in enumerate(course.lines, start=1)
+        for number, line in enumerate(traffic.lines, start=1)
     }
-    moments = {"first byte": course.first_byte, "last byte": course.seconds - course.after_last}
+    moments = {"first byte": traffic.first_byte, "last byte": traffic.seconds - traffic.after_last}
     return Panel(
-        f"{name}: {course.seconds:.2f} s; Mbit/s received",
+        f"{name}: {traffic.seconds:.2f} s; Mbit/s received",
         lines,
         ("iperf3, all at once", min(rates.down) * megabit),
         moments,
     )
 
 
-def measure_courses(values: int, namespaces: Sequence[str], repetitions: int, rates: LinkRates) -> dict[str, Course]:
-    """Run rounds of diloco-peer and of gloo, and return the course of each contender's median round, by name."""
+def measure_traffic(
+    values: int, namespaces: Sequence[str], repetitions: int, rates: LinkRates
+) -> dict[str, RoundTraffic]:
+    """Run rounds of diloco-peer and of gloo, and return the traffic of each library's round of median duration, by
+    name."""
     with ExitStack() as stack:
         watch = InterfaceCounters(stack, namespaces)
         groups = asyncio.run(measure([OURS, GLOO_BYTES], values, list(map(place_in, namespaces)), repetitions))
     return {
-        name: median_course([course_of(group, number, watch.wires, rates) for number in range(repetitions)])
+        name: median_traffic([traffic_of(group, number, watch.wires, rates) for number in range(repetitions)])
         for name, group in groups.items()
     }
 
@@ -227,12 +232,12 @@ def main(
         return
     names = namespaces.split(",")
     rates, delay = rates_at_once(names, iperf_streams), round_trip((names[0], names[1])) / 2
-    courses = measure_courses(values, names, repetitions, rates)
-    rows = [row_of(name, course, delay) for name, course in courses.items()]
-    allowed = DELAYS * delay / courses[OURS].talking
+    measured = measure_traffic(values, names, repetitions, rates)
+    rows = [row_of(name, traffic, delay) for name, traffic in measured.items()]
+    allowed = DELAYS * delay / measured[OURS].talking
     bars = [Bar(f"{DELAYS:g} one-way delays / ours beside bytes and arithmetic", allowed, 1.0)]
     if svg_file:
-        panels = [panel_of(name, course, rates) for name, course in courses.items()]
+        panels = [panel_of(name, traffic, rates) for name, traffic in measured.items()]
         plot = svg(panels, "seconds after go")
         svg_file.write_text(plot, encoding="utf-8")
     report(

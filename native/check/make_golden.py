@@ -37,7 +37,8 @@ def golden_values(name: str) -> reference.Floats:
 
 
 def golden_line(name: str, seed: int | None, first_block: int) -> str:
-    """Return the line of golden.txt for the format `name`. With `seed` None, the values are rounded to nearest."""
+    """Return a line of golden.txt with values and their payload in the format `name`. With a seed, the rounding is
+    random and depends on `seed` and `first_block`, the first block's number; with None, it is to nearest."""
     values = golden_values(name)
     payload = reference.encode(name, values, seed, first_block)
     decoded = reference.decode(name, payload, values.size)

@@ -225,8 +225,8 @@ async def _use_model(
     plan: _FollowPlan,
     folder: Path | None,
 ) -> float | None:
-    """Evaluate a state's model, and print and return its held-out loss in nats per token, or None if no text is read.
-    With a `folder`, also export the model."""
+    """Evaluate a state's model, and print and return its held-out loss in nats per token. With a `folder`, also export
+    the model; an export without --evaluate has no loss, so return None."""
     import asyncio
 
     from opendiloco.evaluation_turns import bits_per_byte

@@ -69,7 +69,7 @@ def plan(run_toml: Path, links_toml: Path, json_file: Path | None) -> None:
         sized_skeleton,
     )  # slow import, so errors in RUN_TOML and LINKS_TOML are reported first
 
-    with chdir(run_toml.parent):  # base of the relative paths in run.toml
+    with chdir(run_toml.parent):  # relative paths start at run.toml's folder
         planned = plan_of(config, sized_skeleton(config), links)
     found = forecast(planned)
     needed = {target: least_bandwidth(planned, target) for target in TARGETS}
@@ -110,7 +110,7 @@ def tokenize(
         raise click.UsageError("--tokens and --held-out need each other: give both or neither.")
     config = RunConfig.from_toml(run_toml)
     out, tokens, held_out = out.absolute(), tokens and tokens.absolute(), held_out and held_out.absolute()
-    with chdir(run_toml.parent), new_folder(out), watched_by(StageLog()):  # base of the relative paths in run.toml
+    with chdir(run_toml.parent), new_folder(out), watched_by(StageLog()):  # relative paths start at run.toml's folder
         tokenizer = build_tokenizer(config.tokenizer)
         if tokens is None or held_out is None:
             section, split = _section_of(config, source), config.data.held_out
@@ -305,7 +305,7 @@ def _needs(
     from opendiloco.workers.needs import needs_lines, needs_of
     from opendiloco.workers.options import WorkerOptions
 
-    with chdir(run_toml.parent):  # base of the relative paths in run.toml
+    with chdir(run_toml.parent):  # relative paths start at run.toml's folder
         skeleton, options = sized_skeleton(config), WorkerOptions(optimizer_state=optimizer_state)
     if as_json:
         click.echo(json.dumps(needs_of(config, skeleton, options=options).plain(), indent=2))
@@ -406,8 +406,8 @@ def _with_tokenizer_named(config: RunConfig) -> RunConfig:
     try:
         digest = digest_of_tokenizer(build_tokenizer(section))
     except DataError as error:
-        missing = "not checked" if section.digest else "not added to the run"
-        logger.warning("the tokenizer's digest is %s, because %s", missing, error)
+        undone = "checked" if section.digest else "added to the run"
+        logger.warning("the tokenizer's digest is not %s, because %s", undone, error)
         return config
     return _with_digest(config, "tokenizer", digest)
 
@@ -667,7 +667,7 @@ def _rise(view: RunView, amendment: Amendment) -> str:
 
     config, step = view.run.config, (view.outer_step + 1) * view.run.config.training.inner_steps
     if config.schedule.unit == "tokens":
-        return ""  # no warning, because the rate after `step` inner steps is unknown if the schedule is in tokens
+        return ""  # the learning rate after `step` inner steps is unknown, because the schedule counts tokens
     before, after = (
         inner_learning_rate_factor(config, Overrides.of(each, config), step, 0)
         for each in (view.amended.latest, amendment)

@@ -22,7 +22,8 @@ LEAST_MOMENTUM = 1e-3
 
 
 def _check_momentum(value: float) -> float:
-    """Return the momentum, with -0.0 turned into 0.0 so that equal values have equal bytes. Raises: ValueError."""
+    """Return the momentum, with -0.0 turned into 0.0 so that equal values have equal bytes. Raises: ValueError if it is
+    above 0 and below LEAST_MOMENTUM."""
     if 0 < value < LEAST_MOMENTUM:
         raise ValueError(f"a momentum of {value:g} is too small; use 0, or {LEAST_MOMENTUM:g} or more")
     return value + 0.0

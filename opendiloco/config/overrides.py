@@ -41,7 +41,8 @@ class Decay(Section):
 
 
 class Overrides(Section):
-    """Values that replace the manifest's. None keeps the manifest's value."""
+    """Values that an amendment sets in place of the manifest's; None keeps the manifest's value. `outer_steps` is the
+    length of the run, `decay` a decay of the inner learning rate, and `weights` those of the data sources."""
 
     outer_learning_rate: OuterLearningRate | None = None
     outer_momentum: OuterMomentum | None = None

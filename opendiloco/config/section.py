@@ -177,7 +177,7 @@ def _resolve(model: type[BaseModel], location: tuple[int | str, ...]) -> tuple[l
 
 
 def models_in(annotation: Any) -> Iterator[type[BaseModel]]:
-    """Yield the models of all tables in a type annotation."""
+    """Yield all pydantic models in a type annotation, also those inside a list or union."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield annotation
     for argument in get_args(annotation):

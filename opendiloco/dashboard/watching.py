@@ -67,14 +67,14 @@ class Source:
 
 
 def follower_source(run: Run, network: HivemindTransport, log: Callable[[], RunLog | None]) -> Source:
-    """Return the source for a run that this process follows."""
+    """Return the source from which the dashboard learns about a run that this process follows."""
     signed = Run.from_manifest(run.manifest)  # the run without the owner's own settings, such as folders
     return Source(signed, lambda: network.heartbeats(run.run_id), log, lambda: network.signed_heads_of(run.run_id))
 
 
 def volunteer_source(volunteer: Volunteer, network: HivemindTransport) -> Source:
-    """Return the source for the run that this process trains in. Its heartbeats come from the volunteer itself, without
-    a request to the network."""
+    """Return the source from which the dashboard learns about the run that this process trains in. Its heartbeats come
+    from the volunteer itself, without a request to the network."""
     run = volunteer.run
 
     async def heartbeats() -> Sequence[Heartbeat]:
@@ -91,8 +91,8 @@ def volunteer_source(volunteer: Volunteer, network: HivemindTransport) -> Source
 
 
 class NodeSources:
-    """The sources for all runs that a bootstrap node knows, with the logs that it archives. `kept` returns the archived
-    log of the run with a given id."""
+    """The dashboard's sources of heartbeats and logs, one for each run that a bootstrap node knows. `kept` returns the
+    node's archived log of the run with a given id; None: the node archives no logs."""
 
     def __init__(self, network: HivemindTransport, kept: Callable[[str], ArchivedRun | None] | None) -> None:
         self._network = network
@@ -151,7 +151,7 @@ class _Curve:
         self._buckets: dict[int, tuple[float, int]] = {}  # sum and number of a bucket's values, by the bucket's index
 
     def add(self, x: float, y: float) -> None:
-        """Add the point (x, y). With more than `MOST_POINTS` buckets, double their width."""
+        """Add y to the mean of the bucket of x. With more than `MOST_POINTS` buckets, merge neighbours in pairs."""
         self._put(int(x // self._width), y, 1)
         if len(self._buckets) > MOST_POINTS:
             narrow, self._width, self._buckets = self._buckets, 2 * self._width, {}
@@ -168,14 +168,14 @@ class _Curve:
         return [(bucket * self._width, total / count) for bucket, (total, count) in sorted(self._buckets.items())]
 
 
-class _Span(NamedTuple):
+class _EntryTimes(NamedTuple):
     """The times of one entry: `at` is when it was observed, in seconds since the epoch; `seconds` is the time since the
-    preceding entry, and `round_seconds` the part of that time that the round took. None: unknown."""
+    preceding entry, and `round_seconds` the round's part of it (None: unknown). `working_peers` is counted at `at`."""
 
     at: float
     seconds: float | None
     round_seconds: float | None
-    present: int  # number of peers that worked on the entry
+    working_peers: int
 
 
 class _Timeline:
@@ -183,7 +183,7 @@ class _Timeline:
     differ. The times are as exact as the updates are frequent."""
 
     def __init__(self) -> None:
-        self.spans: dict[int, _Span] = {}  # the times of each entry, by the entry's index
+        self.spans: dict[int, _EntryTimes] = {}  # the times of each entry, by the entry's index
         self._step: int | None = None
         self._since: float | None = None  # when this process saw the present outer step begin
         self._round_since: float | None = None
@@ -194,14 +194,14 @@ class _Timeline:
         known = [span.seconds for span in list(self.spans.values())[-USUAL:] if span.seconds is not None]
         return statistics.median(known) if known else None
 
-    def observe(self, outer_step: int, is_averaging: bool, present: int, at: float) -> None:
+    def observe(self, outer_step: int, is_averaging: bool, working_peers: int, at: float) -> None:
         """Record the outer step that most peers have reached at time `at`, whether its round is under way, and the
-        number of peers `present` that work on it."""
+        number of peers that work on it."""
         if self._step is not None and outer_step > self._step:
             is_next = outer_step == self._step + 1
             seconds = at - self._since if is_next and self._since is not None else None
             in_round = at - self._round_since if is_next and self._round_since is not None else None
-            self.spans[outer_step - 1] = _Span(at, seconds, in_round, present)
+            self.spans[outer_step - 1] = _EntryTimes(at, seconds, in_round, working_peers)
             while len(self.spans) > SHOWN_SPANS:
                 del self.spans[next(iter(self.spans))]
         if outer_step != self._step:
@@ -238,7 +238,8 @@ class RunHistory:
         self._losses = _Curve(BUCKET)
         self._heartbeats: tuple[Heartbeat, ...] = ()
         self.view = RunView(run)  # the run at the last update
-        self._seen: dict[str, tuple[Heartbeat, float]] = {}  # each peer's newest heartbeat and its arrival, by peer id
+        # By peer id: the peer's newest heartbeat, and when it arrived, in seconds since the epoch.
+        self._seen: dict[str, tuple[Heartbeat, float]] = {}
         self._looked_at: float | None = None
         self._signed: dict[str, object] | None = None
 
@@ -427,7 +428,7 @@ logger = logging.getLogger(__name__)
 LOOK_SECONDS = 0.5  # seconds between two checks for runs that are due for an update
 WATCHED_SECONDS = 2.0  # least seconds between two updates of a run with an open page
 UNWATCHED_SECONDS = 30.0  # least seconds between two updates of a run without an open page
-LOOK_LIMIT = 20.0  # seconds in which a run's heartbeats must arrive
+LOOK_LIMIT = 20.0  # most seconds that an update waits for a run's heartbeats; then the page keeps its last values
 PAUSE_SECONDS = 0.05  # seconds left to other tasks between reading two slices of a long log
 PING_SECONDS = 15.0  # seconds between two comments that keep an idle event stream open
 
@@ -553,7 +554,7 @@ class RunWatches:
                 await cancel_and_wait(*updating.values())
 
     def _update(self) -> None:
-        """Add runs with a new source, and remove runs without a source. If the sources cannot be read, do nothing."""
+        """Update the list of runs that the dashboard shows. If the list cannot be read, keep the old list."""
         try:
             sources = {source.run.run_id: source for source in self._sources()}
         except Exception:

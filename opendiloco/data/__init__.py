@@ -6,7 +6,7 @@ ahead: AheadTokenizer
 hub: CONFIG, MODEL_FILES, check_weights, is_local_path, model_values, pretrained_folder
 own_files: NONE, OwnFiles, is_local, local_sources, volunteered
 sample_order: Batches, HeldOutWindows, SampleOrder, numbers_of
-token_files: Piece, TokenCache, few_tokens, is_token_folder, read_about, write_token_folder
+token_files: Piece, TokenCache, is_token_folder, most_tokens_in_memory, read_about, write_token_folder
 tokenizer: ByteTokenizer, Tokenizer, build_tokenizer, digest_of_tokenizer
 training_data: TokenizeAhead, TokenizedSource, TrainingData, check_share, load_data
 """

@@ -563,7 +563,7 @@ def _json_rows(file: Any) -> Iterator[list[tuple[int, Any]]]:
             listed = json.loads(whole)
             yield list(enumerate(({"text": each} if isinstance(each, str) else each for each in listed), 1))
             return
-        begun = whole  # `whole` is not one list, but may have a list in each line
+        begun = whole  # `whole` is not one JSON list, so the loop below reads it line by line
     while begun:
         *lines, rest = begun.split(b"\n")
         yield [(at, _json_value(line)) for at, line in enumerate(lines, first) if line.strip()]
@@ -628,12 +628,12 @@ def _parquet_tables(
 
 
 def _tables_of_lines(generate: Callable[..., Iterator[Any]], **files: Any) -> Iterator[Any]:
-    """Yield the tables that `generate` of `datasets` reads from text files, and limit the length of each line read.
+    """Yield the tables that `generate` of `datasets` reads from text files.
 
     The reader of `datasets` reads each line whole, and a compressed file of a megabyte can hold a line of many
     gigabytes. Its modules call the name `open`, which `datasets` replaces for streaming; so that name is wrapped here.
 
-    Raises: _TooLongError.
+    Raises: _TooLongError if a line is longer than `_open_bounded` permits.
     """
     module: Any = sys.modules[generate.__module__]
     opening = getattr(module, "open", open)

@@ -137,9 +137,9 @@ CHECKS_KEPT = 1000
 CHECKED, LOCK, PARTIAL = ".checked", ".lock", ".partial"
 
 
-def few_tokens(section: TokenizerSection, workers: int) -> int:
-    """Return the largest number of tokens of a source that each worker keeps in memory. With several workers, it is
-    lower for a slow tokenizer, because each worker would tokenize the source itself."""
+def most_tokens_in_memory(section: TokenizerSection, workers: int) -> int:
+    """Return the most tokens that a source may have to stay in each worker's memory, not in files. It is lower if
+    several workers have a slow tokenizer, because each of them tokenizes a source that stays in memory."""
     return FEW_TOKENS if workers == 1 or section.kind == "bytes" else FEW_SHARED_TOKENS
 
 

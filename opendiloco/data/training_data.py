@@ -126,7 +126,9 @@ class TokenizedSource:
                 "Give documents with text; for rows, set data.column to the column of text.",
             )
         if empty:
-            logger.info("data.source = %s: skipped %s empty documents of %s", name, f"{empty:,}", f"{total:,}")
+            logger.info(
+                "data.source = %s: skipped %s of %s documents, because they are empty", name, f"{empty:,}", f"{total:,}"
+            )
         if foreign:
             logger.warning(
                 "data.source = %s: %s of %s documents are not UTF-8, such as %s; convert them (from Latin-1: iconv -f "

@@ -366,8 +366,8 @@ class DiLoCo:
                 return
 
     def _next_outer_step(self) -> tuple[InnerLoop | None, bool, int, int]:
-        """Return the next outer step's work, True if the loop continues from its present weights, the number of inner
-        steps, and 0. At the end of the run, return None, False, 0 and the run's number of outer steps."""
+        """Return the next outer step's work (None at the end of the run), True if the loop continues from its present
+        weights, the number of inner steps, and the run's number of outer steps (0 before its end)."""
         worker, training = self._worker, self.run.config.training
         outer_step = worker.next_outer_step(lambda: self._text.evaluate(self.run, worker, self._replica))
         self._outer_step = outer_step

@@ -114,13 +114,14 @@ class LoopReplica:
 
     @torch.no_grad()
     def load(self, flat: Vector | None) -> None:
-        """Replace all weights of the model by those in the flat vector, which only the first process passes."""
+        """Replace all weights of the model by those in `flat`. The first process passes `flat`, and sends its values to
+        the others, which pass None."""
         for name, tensor, values in self._received(flat, self._layout):
             self._set(name, tensor, values)
 
     @torch.no_grad()
     def store(self, flat: Vector | None, fragment: int) -> None:
-        """Write the trained weights of a fragment to the flat vector, which only the first process passes. Raises:
+        """Write the trained weights of a fragment to `flat` in the first process; the others pass None. Raises:
         LoopError if the processes' copies of the weights differ."""
         tensors = self._tensors()
         self._check_copies([tensors[parameter.name] for parameter in self._layout.fragment(fragment)])
@@ -131,8 +132,8 @@ class LoopReplica:
 
     @torch.no_grad()
     def merge(self, flat: Vector | None, fragment: int, alpha: float) -> None:
-        """Set a fragment's weights to alpha * weights + (1 - alpha) * flat, as the function `merge` does. Only the
-        first process passes the flat vector."""
+        """Set a fragment's weights to alpha * weights + (1 - alpha) * flat. The first process passes `flat`, and sends
+        its values to the others, which pass None."""
         for name, tensor, values in self._received(flat, self._layout.fragment(fragment)):
             own, local = local_part(tensor), self._trained(name, tensor)
             merge(local, values.to(local.device), alpha)

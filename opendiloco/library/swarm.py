@@ -76,7 +76,7 @@ class OuterStep:
         self._stored: asyncio.Queue[tuple[int, Trained]] = asyncio.Queue()
         self._storing = threading.Lock()
 
-    # Methods for the training thread
+    # Methods that the training thread calls
     def begin(self) -> None:
         """Record that the training thread begins this outer step."""
         self._began = time.monotonic()
@@ -88,7 +88,8 @@ class OuterStep:
 
     @property
     def step_tokens(self) -> float:
-        """The mean number of tokens that an inner step trains."""
+        """The mean number of tokens of this peer's inner steps in this outer step; before the first, that of an earlier
+        outer step."""
         return self._tokens_done / self.steps_done if self.steps_done else self._usual_tokens
 
     def step_taken(self, tokens: int, loss: float | None, batch_tokens: int) -> None:
@@ -102,8 +103,8 @@ class OuterStep:
         self.report(self._on_progress, self.steps_done, Progress(number, loss, speed, self.step_tokens))
 
     def claim(self, steps: int, tokens_per_sample: int, loss: float | None) -> Trained:
-        """Return the contribution of the first `steps` inner steps: their number of tokens, at most that of the lease,
-        and the lease's first samples with that many tokens. The tokens of steps not taken yet are estimated."""
+        """Return the samples and tokens that this peer reports for the first `steps` inner steps, at most those of its
+        lease, and the loss (None: 0). The tokens of steps not taken yet are estimated."""
         tokens = self._tokens_done + int((steps - self.steps_done) * self.step_tokens)
         samples = prefix(self.work.samples, math.ceil(tokens / tokens_per_sample))
         return Trained(samples, min(tokens, tokens_per_sample * sample_count(samples)), loss or 0.0)
@@ -133,10 +134,10 @@ class OuterStep:
         with suppress(RuntimeError):  # the swarm's thread may have ended
             self._loop.call_soon_threadsafe(call_unless_void)
 
-    # Methods for the swarm's thread
+    # Methods that the swarm's thread calls
     async def stored(self) -> tuple[int, Trained]:
-        """Wait for the next fragment that the training thread stores. Return its number, and the contribution at that
-        time."""
+        """Wait for the next fragment that the training thread stores. Return its number, and the samples, tokens and
+        loss that the training thread reports with it."""
         return await self._stored.get()
 
     def void(self) -> None:
@@ -238,7 +239,7 @@ class LoopWorker:
         self._outer_steps.put(error)
         self.end_rest()
 
-    # Methods for the training thread
+    # Methods that the training thread calls
     def next_outer_step(self, evaluate: Callable[[], HeldOut | None] = lambda: None) -> OuterStep | None:
         """Return the swarm's next outer step, after waiting for it; None at the end of the run. When the swarm asks for
         a held-out loss, call `evaluate`. Raises: the error that ended the swarm's thread."""

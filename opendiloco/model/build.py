@@ -166,7 +166,7 @@ def sized_skeleton(config: RunConfig) -> Any:
     `build_skeleton`; DataError if the run's tokenizer is a file that is missing."""
     tokenizer: Tokenizer = ByteTokenizer()  # a stand-in: the model's size does not depend on it
     if config.tokenizer.kind == "file":
-        tokenizer = build_tokenizer(config.tokenizer)  # not a ByteTokenizer, which may have more tokens than the model
+        tokenizer = build_tokenizer(config.tokenizer)  # a ByteTokenizer may have too many tokens for the model
     return build_skeleton(config, tokenizer)
 
 
@@ -398,8 +398,8 @@ class _PortableNormal(TorchDispatchMode):
 
 
 def _draw(seed: int, call: int, out: Vector, threads: int | None = None) -> None:
-    """Fill `out` with the values of call number `call` of `normal_`, of mean 0 and standard deviation 1. The number of
-    `threads` (None: the usable cores, up to THREADS_AT_MOST) does not change the values."""
+    """Fill `out` with normal values that depend only on `seed` and on `call`, the number of earlier calls of `normal_`.
+    Their mean is 0, and their standard deviation 1. `threads` None: the usable cores, up to THREADS_AT_MOST."""
     blocks = range(-(-out.size // BLOCK))
     if len(blocks) == 1:  # for so few values, starting threads takes longer than drawing
         _draw_block(seed, call, 0, out)
@@ -431,7 +431,8 @@ def _fill(
     generator: Any = None,
     threads: int | None = None,
 ) -> torch.Tensor:
-    """Fill a tensor with the normal values of call number `call`, as `normal_` would. `generator` is ignored."""
+    """Fill a tensor with normal values that depend only on `seed` and on `call`, the number of earlier calls of torch's
+    `normal_`, which this function replaces. `generator` is ignored."""
     if tensor.is_meta:
         return tensor
     values = torch.empty(tensor.numel(), dtype=torch.float32)

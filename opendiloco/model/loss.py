@@ -372,8 +372,8 @@ class _LogitsRecord(TorchFunctionMode):
         self.changes: list[Change] = []
 
     def is_complete(self, output: torch.Tensor) -> bool:
-        """Return True if the model applied only recorded operations to its logits. The model's `output` is then the
-        same tensor of hidden states, unchanged."""
+        """Return True if the model applied only recorded operations to its logits. Then its `output` is `self.hidden`,
+        unchanged."""
         return output is self.hidden and output._version == self.version
 
     def __torch_function__(
@@ -488,7 +488,7 @@ def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -
         torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
     elif left.dtype == total.dtype or left.device.type == "cpu":
         total.addmm_(left.to(total.dtype), right.to(total.dtype))
-    else:  # an older torch on a GPU, where an unrounded product is many times slower
+    else:  # on a GPU with an older torch, a product in fp32 is many times slower than a rounded one
         total.add_(left @ right)
 
 

@@ -82,7 +82,7 @@ async def serve_controls(folder: Path, answer: Callable[[OwnerRequest], Voluntee
     finally:
         server.close()
         path.unlink(missing_ok=True)
-        with suppress(OSError):  # removes only empty folders, which remain if the invite's run does not exist
+        with suppress(OSError):  # a folder that has other files stays
             folder.rmdir()
             folder.parent.rmdir()
 

@@ -45,7 +45,7 @@ class GpuState:
 
 
 def read_sensors() -> tuple[Sensor, ...]:
-    """Return the temperatures of the hardware monitors; if there are none, those of the thermal zones."""
+    """Return the readings of this machine's temperature sensors. Impossible readings are left out."""
     return tuple(
         Sensor(name, reading.current, reading.critical or None)
         for name, readings in psutil.sensors_temperatures().items()

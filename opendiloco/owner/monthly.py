@@ -153,7 +153,7 @@ class MonthlyTraffic:
             self._others = await asyncio.to_thread(lambda: list(self._read_others()))
 
     def _count(self) -> None:
-        """Add the transport's traffic since the last call to the volunteer's own count."""
+        """Add to this volunteer's count the bytes that the transport has sent and received since the last `_count`."""
         moved = self._transport()
         more = [after - before for after, before in zip(moved, self._seen, strict=True)]
         self._seen = moved

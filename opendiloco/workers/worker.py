@@ -209,7 +209,7 @@ class Worker:
             import torch
 
             from opendiloco.data.ahead import AheadTokenizer
-            from opendiloco.data.token_files import TokenCache, few_tokens
+            from opendiloco.data.token_files import TokenCache, most_tokens_in_memory
             from opendiloco.data.tokenizer import build_tokenizer
             from opendiloco.data.training_data import TrainingData, load_data
             from opendiloco.training.optimizers import check_inner_optimizer
@@ -223,7 +223,7 @@ class Worker:
         device = choose_device(command.device)
         check_inner_optimizer(self._config.inner_optimizer, command.options.optimizer_state)
         self._tokenizer: Tokenizer = build_tokenizer(self._config.tokenizer)
-        few = few_tokens(self._config.tokenizer, command.workers)
+        few = most_tokens_in_memory(self._config.tokenizer, command.workers)
         cache = TokenCache(few=few, is_shared=command.workers > 1)
         ahead = AheadTokenizer(self._config).tokenize if command.rank == 0 and command.options.trains else None
         self._data = (

@@ -16,7 +16,7 @@ from benchmarks.groups import CONTENDERS, GLOO_BYTES, OURS, Group, Place
 from benchmarks.namespaces import LinkRates
 from benchmarks.plots import Panel, svg
 from benchmarks.shaped_links import Possible, bars_of, least_seconds
-from benchmarks.wire import Course, Wire
+from benchmarks.wire import RoundTraffic, Wire
 from opendiloco.tools.plan import PeerGroup
 from tests.child_processes import child_processes
 from tests.swarm.networks import NetworkError, network
@@ -183,20 +183,20 @@ def test_rates_are_those_between_two_looks() -> None:
     assert rates[-1][1] == 0
 
 
-def test_the_course_of_a_round() -> None:
+def test_the_traffic_of_a_round() -> None:
     said = [{"encoded": 0.3, "agreed": 2.9, "time": 3.5}, {"encoded": 0.4, "agreed": 2.97, "time": 3.5}]
     group = Group(CONTENDERS[0], (), began=[0.0], rounds=[said])
     rates = LinkRates(up=(1e6, 1e6), down=(1e6, 2e6))
-    course = wire.course_of(group, 0, [a_wire(), a_wire()], rates)
-    assert (course.seconds, course.encoding, course.first_byte) == pytest.approx((2.97, 0.4, 1.04))
-    assert course.after_last == pytest.approx(1.0)
-    assert course.talking == pytest.approx(1.64)
-    assert course.well_used == pytest.approx(50 / 148 / 2)
+    traffic = wire.traffic_of(group, 0, [a_wire(), a_wire()], rates)
+    assert (traffic.seconds, traffic.encoding, traffic.first_byte) == pytest.approx((2.97, 0.4, 1.04))
+    assert traffic.after_last == pytest.approx(1.0)
+    assert traffic.talking == pytest.approx(1.64)
+    assert traffic.well_used == pytest.approx(50 / 148 / 2)
 
 
 def test_the_median_round_is_one_of_them() -> None:
-    courses = [Course(seconds, 0, 0, 0, 0, ()) for seconds in (3.0, 1.0, 2.0)]
-    assert wire.median_course(courses) is courses[2]
+    measured = [RoundTraffic(seconds, 0, 0, 0, 0, ()) for seconds in (3.0, 1.0, 2.0)]
+    assert wire.median_traffic(measured) is measured[2]
 
 
 def test_a_plot_has_all_its_lines_inside() -> None:

@@ -265,7 +265,7 @@ function detail(row) {
   facts.push(row.seconds ? `${duration(row.seconds)} after the step before` : "this node did not see its duration");
   if (row.round_seconds) facts.push(`about ${duration(row.round_seconds)} of it in the round`);
   if (row.members) facts.push(`${plural(row.members, "peer")}, ${count(row.tokens)} tokens`);
-  else if (row.present) facts.push(`${plural(row.present, "peer")} there`);
+  else if (row.working_peers) facts.push(`${plural(row.working_peers, "peer")} there`);
   const lines = (row.absent ?? []).map((one) => element("li", {}, nameOf(one.peer), ` ${one.why}`));
   if (row.absent_count > lines.length) lines.push(element("li", { textContent: `and ${row.absent_count - lines.length} more` }));
   if (row.change) lines.push(element("li", {}, changeOf(row)));

@@ -88,7 +88,7 @@ def test_documents_without_text_or_in_another_encoding_are_counted(
     (tmp_path / "c.txt").write_bytes("Zwölf Boxkämpfer".encode() * 100)
     source = TokenizedSource(SourceSection(source=str(tmp_path)), 0.5, ByteTokenizer(), TokenCache(tmp_path / "cache"))
     assert len(list(source.pieces())) == 2
-    assert "skipped 1 empty documents of 3" in caplog.text
+    assert "skipped 1 of 3 documents, because they are empty" in caplog.text
     assert "1 of 3 documents are not UTF-8, such as b.txt; convert them" in caplog.text
     for name in "bc":
         (tmp_path / f"{name}.txt").write_bytes(b"")

@@ -13,7 +13,7 @@ import pytest
 
 from opendiloco.config.run_config import RunConfig
 from opendiloco.data.ahead import AheadTokenizer, _prepare_shard
-from opendiloco.data.token_files import TokenCache, few_tokens
+from opendiloco.data.token_files import TokenCache, most_tokens_in_memory
 from opendiloco.data.tokenizer import ByteTokenizer
 from opendiloco.data.training_data import TokenizedSource, load_data
 from tests.child_processes import child_processes
@@ -123,5 +123,5 @@ def test_a_shard_that_is_there_is_not_made_again(config: RunConfig, tmp_path: Pa
 
 def test_workers_that_are_several_make_tokens_once(config: RunConfig) -> None:
     section = config.tokenizer.model_copy(update={"kind": "file", "path": "tokenizer.json"})
-    assert few_tokens(section, 1) > few_tokens(section, 8)
-    assert few_tokens(config.tokenizer, 8) == few_tokens(section, 1), "bytes cost nothing"
+    assert most_tokens_in_memory(section, 1) > most_tokens_in_memory(section, 8)
+    assert most_tokens_in_memory(config.tokenizer, 8) == most_tokens_in_memory(section, 1), "bytes cost nothing"
