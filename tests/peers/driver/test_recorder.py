@@ -70,7 +70,7 @@ def test_a_payload_that_the_disk_does_not_take_is_not_said_to_lie_there(tmp_path
 def test_a_disk_that_takes_nothing_is_told_of_once_and_when_that_changes_or_is_over(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Regressions: there was a warning for each entry; and in a run with fragments, where only the end of a cycle writes
+    """Regressions: there was a warning for each entry; and, in a run with fragments, where only a cycle's end writes
     entries, the next fragment's entry was taken for a disk that works again."""
     reasons = ["No space left on device", "No space left on device", "Read-only file system", "", "", ""]
     ends_cycle = [True, True, True, False, True, True]
