@@ -42,8 +42,8 @@ class RunFailures:
 
     @contextmanager
     def caught(self, run: str) -> Iterator[None]:
-        """Catch and log any exception of the `with` block, which does the work for one run, and set the time of the next
-        try."""
+        """Catch and log any exception of the `with` block, which does the work for one run, and set the time of
+        the next try."""
         try:
             yield
         except Exception as error:  # any exception, since a stranger may have made the run
