@@ -61,8 +61,8 @@ def choose(averages: Sequence[Averaged], members: int, draw: Callable[[], float]
 
 
 async def is_refuted(sample: Sample, blocked: Blocked, ask: Ask, reduce: Reduce) -> bool:
-    """Return True if the average, computed again, differs from the signed one. Return False if a member does not send
-    its blocks (it may have replaced them), or if they have no average (the reducer should report that)."""
+    """Return True if the average, computed again, differs from the signed one. Return False if it
+    cannot be computed again, because a member does not send its blocks or the blocks cannot be averaged."""
     chunk, chunking = sample.average.chunk, Chunking(blocked.block_count)
     first, last = chunking.blocks(chunk)
     start, stop = blocked.byte_range(first, last)

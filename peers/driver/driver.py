@@ -207,7 +207,7 @@ def _note(effect: Note) -> None:
 def _dropped(effect: Dropped) -> None:
     """Count and log data that was dropped because its sender broke a rule."""
     metrics.DROPPED.labels(effect.what).inc()
-    logger.info("dropped a %s of %s: %s", effect.what, effect.peer, effect.reason)
+    logger.info("dropped a %s from peer %s: %s", effect.what, effect.peer, effect.reason)
 
 
 def _tokens_lost(effect: TokensLost) -> None:
