@@ -200,7 +200,7 @@ async def export_state(
     run: Run, past: History, workload: LocalWorkload, folder: Path, command: str = "", dtype: Dtype = "float32"
 ) -> RunFacts:
     """Write the workload's model and a model card to `folder`, and return the facts in the card. These include
-    `command`, which repeats the export, and the held-out loss, which is None if the workers have no text to measure it."""
+    `command`, which repeats the export, and the held-out loss, which is None if the workers have no text."""
     workers, last = workload.trainer, past.last
     found = await workers.held_out(run.config.evaluation) if workers.reads else None
     if found is not None:
