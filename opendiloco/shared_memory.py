@@ -40,7 +40,8 @@ class SharedVectors:
 
     @classmethod
     def create(cls, size: int) -> Self:
-        """Return vectors that only this process uses. Raises: MachineError if too little memory is free."""
+        """Return vectors of `size` values each, for a process without workers. Raises: MachineError if too little
+        memory is free."""
         descriptor = create_memory_file()
         try:
             reserve(descriptor, size)

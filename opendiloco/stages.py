@@ -30,7 +30,8 @@ _watch: Watch = lambda stage, share: None  # noqa: E731
 
 @contextmanager
 def watched_by(watch: Watch) -> Iterator[None]:
-    """Call `watch` for each stage that any thread of this process reports inside the `with` block."""
+    """Call `watch` for each stage of the process's start, such as compiling, that any thread reports inside the `with`
+    block."""
     global _watch
     before, _watch = _watch, watch
     try:

@@ -111,8 +111,8 @@ def _verify(
             f"the log in {path} does not match its digests from entry {index} on: {what}.",
             "`diloco-peer join` drops the damaged entries and fetches them from other peers, if there are any.",
         )
-    if findings.not_understood is not None:
-        raise findings.not_understood
+    if findings.unreadable_amendment is not None:
+        raise findings.unreadable_amendment
 
 
 def _find_log(run: str | None, folder: Path | None) -> Path:

@@ -129,7 +129,7 @@ def describe_validation_error(origin: str, error: ValidationError, model: type[B
 
 def _line(problem: Any, model: type[BaseModel]) -> str:
     keys, _ = _resolve(model, problem["loc"])
-    path = printable(".".join(keys))  # a stranger's key may have line breaks
+    path = printable(".".join(keys))  # a key in a stranger's file may have line breaks
     kind, context = problem["type"], problem.get("ctx", {})
     if kind == "value_error":
         return f"{path}: {context['error']}." if path else f"{context['error']}."

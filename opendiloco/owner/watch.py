@@ -133,7 +133,7 @@ class OwnersWatch:
         self._asleep: float | None = None  # seconds that the machine has slept since it started
         self._volunteer: _Volunteer | None = None
         self._hold_seconds = 0.0
-        self._shown = set[str]()  # names of the reasons in the last line about a pause
+        self._shown = set[str]()  # names of the reasons to pause that the owner was last shown
         self._held_since: float | None = None
         self._finish_after: int | None = None
         self._is_leaving = False

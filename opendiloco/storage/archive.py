@@ -272,8 +272,8 @@ class ArchivedRun:
         return self.end != before
 
     async def _keep_next(self, donors: Sequence[str], beats: Sequence[Heartbeat]) -> bool:
-        """Fetch and store the next cycle, and return True. If its entries have no certificate yet, but may still get
-        one, store nothing and return False.
+        """Fetch and store the next cycle, and return True. If its entries have no certificate, store them only once
+        they can no longer get one, and until then return False.
 
         There must be room for a snapshot, too: only the next snapshot frees the payloads before the last one. Raises:
         FAILURES, LogFolderError, _NoRoomError.
@@ -379,7 +379,11 @@ class _Signing:
         if not self._has_asked:  # after a restore from a backup, only peers have this node's latest signed heads
             self._has_asked = await runs.ask_for_heads(self._transport.call, run, sorted(peers)[:ASKED]) > 0
         if not self._has_asked:
-            logger.info("run %s: no peer has reported this archive's earlier signatures: nothing is signed yet", run)
+            logger.info(
+                "run %s: no peer has reported this archive's earlier signatures, which it must not contradict: it "
+                "signs nothing yet",
+                run,
+            )
             return
         self._due_at = now() + SIGNING_PAUSE
         try:

@@ -39,12 +39,13 @@ from peers.values.workload import BadBlocksError, Blocks
 
 @dataclass
 class Findings:
-    """The results of an audit: properties verified, properties not verified, and errors, each with entries' indices."""
+    """The results of an audit: for each property of the log, the indices of the entries for which it is `verified` or
+    `unverified`; and the errors found (`wrong`), each with its entry's index."""
 
     verified: defaultdict[str, set[int]] = field(default_factory=lambda: defaultdict(set))
     unverified: defaultdict[str, set[int]] = field(default_factory=lambda: defaultdict(set))
     wrong: list[tuple[int, str]] = field(default_factory=list)
-    not_understood: AmendmentError | None = None
+    unreadable_amendment: AmendmentError | None = None
     """The reason why states are not computed from some entry on, although all payloads are there."""
 
     def add_verified(self, finding: str, index: int) -> None:
@@ -126,7 +127,7 @@ class _States:
             findings.wrong.append((entry.index, f"its payload cannot be applied: {error}"))
             self._broken = f"which follow from the wrong entry {entry.index}"
         except AmendmentError as error:
-            findings.not_understood = error
+            findings.unreadable_amendment = error
             self._broken = "which follow from an amendment that this version does not understand"
 
 
@@ -160,8 +161,8 @@ class _Proofs:
         self._findings = findings
 
     def check(self, header: Header, before: LogState) -> None:
-        """Check the stored proof of each fault that a header names. `before` is the log's state before the header's
-        entry. Raises: OSError."""
+        """Check the stored proof of each fault that a header names, and add the results to the findings. `before` is
+        the log's state before the header's entry. Raises: OSError."""
         self._heads[before.position.index] = before.position.head
         for fault in header.faults:
             path = proof_path(self._folder, fault.proof)
@@ -171,7 +172,7 @@ class _Proofs:
                 self._findings.add_unverified(f"the proof that {fault.peer} lied, which is missing", header.index)
 
     def _check_proof(self, fault: Fault, data: bytes, index: int) -> None:
-        """Check the stored proof `data` of a fault that entry `index` names, as members do before they sign."""
+        """Check `data`, the stored proof of a fault that entry `index` names, and add the result to the findings."""
         findings, wrong = self._findings, f"the stored proof does not convict {fault.peer}"
         try:
             proof = read_proof(fault.kind, data)

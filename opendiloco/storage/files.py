@@ -59,8 +59,8 @@ def kept(indices: Iterable[int], keep_newest: int, keep_every: int) -> set[int]:
 
 
 def prune(folder: Path, keep_newest: int, keep_every: int, last: int | None = None) -> None:
-    """Remove the checkpoints that `kept` does not return, and all checkpoints after outer step `last`, because the
-    latter belong to an abandoned branch of the log. Raises: OSError."""
+    """Remove all checkpoints after outer step `last`, if given, because they belong to an abandoned branch of the log.
+    Of the others, keep the `keep_newest` newest, and each multiple of `keep_every` (0: none). Raises: OSError."""
     indices = indices_in(path.name for path in folder.iterdir())
     lineage = [index for index in indices if last is None or index <= last]
     for index in set(indices) - kept(lineage, keep_newest, keep_every):

@@ -37,7 +37,8 @@ from opendiloco.storage.remote import RateLimit, Remote
 from opendiloco.training.moments_file import digest_place, read_header
 from peers.values.system import PARTIAL, make_private_folder, sync_folder
 
-SAVED, NOT_SENT, NOT_SAVED = 0, 5, 6  # exit statuses of the writer process; Python itself exits with 1 or 2
+SAVED, NOT_SENT, NOT_SAVED = 0, 5, 6
+"""Exit statuses of the writer process. NOT_SENT: the file is saved, but not at the remote. Python uses 1 and 2."""
 PIECE = 4 << 20  # most bytes that one system call copies
 FLUSH = 64 << 20  # bytes of a checkpoint that are written between two flushes to the disk
 
@@ -252,8 +253,8 @@ class MomentsJob:
 
 
 def _finish(path: Path, rate: float | None) -> int:
-    """Write the digest into the partial file of moments, and rename the file to `path`. Return its size in bytes.
-    Raises: OSError; ValueError if the file's header is invalid."""
+    """Write the digest of its data into the partial file of moments, and rename the file to `path`. Return its size in
+    bytes. Read at most `rate` bytes a second (None: no limit). Raises: OSError; ValueError if its header is invalid."""
     from blake3 import blake3
 
     partial, digest = path.with_name(path.name + PARTIAL), blake3()

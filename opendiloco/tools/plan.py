@@ -148,7 +148,7 @@ class PeerGroup:
 @dataclass(frozen=True)
 class _Round:
     """The forecast of one round, with times in seconds. Tuples have a value for each kind of peer: the number of
-    payloads `received` and `sent`, the time in which its link is `busy`, and the upload of its contribution."""
+    payloads `received` and `sent`, the time in which its link is `busy`, and its contribution's format and size."""
 
     arithmetic: float
     delays: float
@@ -657,7 +657,7 @@ def _shortage(peer: PeerGroup) -> str | None:
 
 
 def plain(plan: Plan, found: Forecast, needed: Mapping[float, float | None]) -> dict[str, Any]:
-    """Return the forecast and the bandwidths needed as JSON values, in seconds, bits and bytes."""
+    """Return as JSON values the forecast and, by utilisation, the bits a second that each link needs (`needed`)."""
     return {
         "parameters": plan.values,
         "inner_steps": plan.inner_steps,

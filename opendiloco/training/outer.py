@@ -117,8 +117,8 @@ class OuterState:
             return
         kernels.gradient_step(payload, theta, rate)
         if coefficient:
-            # Divide the average by the coefficient now, because the next outer step that applies the momentum
-            # multiplies the momentum by the coefficient.
+            # The next outer step that applies the momentum first multiplies it by the momentum coefficient. The
+            # division makes up for that, so that this average counts in full.
             kernels.accumulate(payload, 1 / coefficient, momentum)
 
     def learning_rate(self, index: int, overrides: Overrides = NO_OVERRIDES) -> float:
@@ -286,7 +286,7 @@ class OuterStepMeter:
         self._trained_at[fragment] = time.monotonic()
 
     def forget(self) -> None:
-        """Delete the recorded times, because no outer step will use the trained fragments."""
+        """Delete the times at which fragments' training ended, because no outer step will use that training."""
         self._trained_at.clear()
 
     def taken(self, average: Payload, index: int, fragment: int, keeps_work: bool, overrides: Overrides) -> None:

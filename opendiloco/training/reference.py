@@ -136,7 +136,7 @@ class Participant:
         self.cycles.begin(steps.planned, steps.every(), overlap, goes_on, is_last)
 
     def train_until_stored(self, fragment: int) -> None:
-        """Take the inner steps that come before the store of a fragment."""
+        """Take the inner steps until `fragment` must be stored for averaging."""
         assert self.cycles.train_up_to(fragment, self.returned), "there are fewer inner steps than planned"
 
     def receive_theta(self, part: slice, theta: Vector) -> None:
@@ -227,8 +227,8 @@ class StreamingDiLoCo:
         return members
 
     def end(self, members: Sequence[Participant]) -> bytes:
-        """End an outer step and the work of `members`, which contribute to its last fragment. Return the state digest,
-        or theta's digest alone if an outer optimizer was given."""
+        """End an outer step and the work of `members`, which contribute to its last fragment. Return the digest
+        of theta and m, or of theta alone if `__init__` was given an outer optimizer, which does not use m."""
         for member in members:
             member.end(self.index)
         self.index += 1
@@ -270,8 +270,8 @@ class StreamingDiLoCo:
         return total
 
     def _take_outer_step(self, fragment: int, average: Vector) -> None:
-        """Take a fragment's outer step with an average, as `OuterState.apply` does, or with the outer optimizer that
-        the caller gave."""
+        """Take a fragment's outer step with its average. Use the outer optimizer given to `__init__`, or else the rule
+        of `OuterState.apply`."""
         part = self.state.fragments[fragment]
         theta, momentum = self.state.theta[part], self.state.momentum[part]
         if self._optimizers:
@@ -288,7 +288,7 @@ class StreamingDiLoCo:
                 momentum += np.float32(1 / coefficient) * average
 
     def _take_given_step(self, fragment: int, average: Vector) -> None:
-        """Take a fragment's outer step with the outer optimizer that the caller gave. Raises: ArgumentError if theta is
+        """Take a fragment's outer step with the outer optimizer given to `__init__`. Raises: ArgumentError if theta is
         no longer finite."""
         part, (tensors, optimizer) = self.state.fragments[fragment], self._optimizers[fragment]
         gradient = np.zeros_like(self.state.theta)

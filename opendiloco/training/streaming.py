@@ -63,16 +63,18 @@ class FragmentSchedule:
         self._steps_taken = 0  # number of inner steps taken in all cycles
         self._due: dict[int, int] = {}  # by fragment: the value of `_steps_taken` at which to merge its average
 
-    def begin(self, planned: int, steps: Iterator[object], overlap: int, goes_on: bool, is_last: bool) -> None:
-        """Begin a cycle of `planned` inner steps. Each `next(steps)` takes one. `overlap` is in inner steps.
+    def begin(
+        self, planned: int, steps: Iterator[object], overlap: int, keeps_weights: bool, is_runs_last: bool
+    ) -> None:
+        """Begin a cycle of `planned` inner steps, with an overlap in inner steps. Each `next(steps)` takes one.
 
-        If the replica `goes_on`, it continues from the end of the previous cycle. Otherwise it begins with theta, and
-        merges nothing that was stored before. `is_last` is true in the run's last cycle.
+        If the replica `keeps_weights`, it continues from the end of the previous cycle. Otherwise it begins with theta,
+        and merges nothing that was stored before. `is_runs_last` is true in the run's last cycle.
         """
-        if not goes_on:
+        if not keeps_weights:
             self._due.clear()
-        self._lead_now = self._lead if goes_on and not is_last else 0
-        self._planned, self._steps, self._is_last = planned, steps, is_last
+        self._lead_now = self._lead if keeps_weights and not is_runs_last else 0
+        self._planned, self._steps, self._is_last = planned, steps, is_runs_last
         self._overlap, self._began = overlap, self._steps_taken
 
     def train_up_to(self, fragment: int, theta: Vector) -> bool:
@@ -91,8 +93,8 @@ class FragmentSchedule:
         self._due[fragment] = self._steps_taken + self._overlap
 
     def train_to_the_end(self, theta: Vector) -> bool:
-        """Take the cycle's remaining inner steps after the last fragment is stored, and merge as `train_up_to` does.
-        Return False if a worker stopped early."""
+        """Take the cycle's inner steps that remain after the last fragment is stored. Before each step, merge from
+        `theta` the fragments whose overlap is over. Return False if a worker stopped early."""
         has_come = self._take_up_to(self._planned, theta)
         assert next(self._steps, _ENDED) is _ENDED, "there are more inner steps than planned"
         return has_come
@@ -153,7 +155,7 @@ class FragmentWork:
         """The newest contribution."""
         self._room = self.payload.buffer  # payloads of all formats fit, because the average's format is the largest
         self.residual = residual
-        self._outlives_encoding = outlives_encoding
+        self._base_outlives_encoding = outlives_encoding
         self._copy: Vector | None = None  # a copy of the base, if theta has changed since the work began
         self._is_base_needed = True  # True while a pseudo-gradient may still be computed from `base`
         self.begin_training(from_theta=True)
@@ -203,7 +205,7 @@ class FragmentWork:
             quantize_difference(self.base, self.local, self.payload, rounding, self.residual.to_add(format, folder))
         except NonFiniteError as error:
             raise WorkerError(f"the trained weights are unusable: {error.message}", error.remedy) from error
-        if not self._outlives_encoding:  # the next pseudo-gradient is computed from another theta, so drop this copy
+        if not self._base_outlives_encoding:
             self._copy, self._is_base_needed = None, False
 
     def decide(self, is_changed: bool) -> bool:

@@ -186,8 +186,8 @@ class Team:
         return self.rank < self.shards
 
     def piece(self, count: int) -> slice:
-        """Return the slice of `count` consecutive items that this worker computes. The workers' slices are as even as
-        possible."""
+        """Return this worker's slice of `count` items, which all workers share. The slices follow each other by rank,
+        and their sizes differ by at most one."""
         share, larger = divmod(count, self.size)
         start = share * self.rank + min(self.rank, larger)
         return slice(start, start + share + (self.rank < larger))

@@ -163,7 +163,7 @@ def compile_blocks(model: Any) -> None:
 
 
 def compiled_blocks(model: Any) -> list[Any]:
-    """Return the transformer blocks whose forward pass is compiled: all blocks, or none."""
+    """Return all transformer blocks if their forward passes are compiled, or an empty list if they are not."""
     return [block for block in transformer_blocks(model) if "forward" in vars(block)]
 
 
@@ -201,11 +201,10 @@ def keep_compiled_if_it_works(replica: ModelReplica, team: Team, cache: Path | N
 
 
 def _tried_twice(team: Team, cache: Path | None, attempt: Callable[[], Exception | None]) -> str:
-    """Call `attempt`, which tries to compile, and if necessary call it again with an empty cache. Return the reason why
-    compiling fails on any worker, or an empty string. All workers must call this together.
+    """Call `attempt`, which tries to compile. If it fails on any worker and `cache` had files, delete these and call it
+    again. Return the reason of the last failure, or an empty string. All workers must call this together.
 
-    A killed compiler may have left a library in the cache that cannot be loaded. A failed attempt is therefore repeated
-    once with an empty cache.
+    A killed compiler may have left a library in the cache that cannot be loaded.
     """
     is_new = team.smallest(cache is None or not any(cache.iterdir()))
     error = attempt()

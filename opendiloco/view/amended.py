@@ -107,7 +107,8 @@ def outer_steps_in_force(config: RunConfig, amendment: Amendment | None) -> int:
 
 
 def _overrides(amendment: Amendment | None) -> Overrides | None:
-    """Return the values that an amendment sets, or None if this version of diloco-peer cannot read the amendment."""
+    """Return the values that an amendment sets, empty ones without an amendment, or None if this version of diloco-peer
+    cannot read the amendment."""
     try:
         return Overrides.read(amendment)
     except AmendmentError:

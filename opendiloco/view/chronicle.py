@@ -77,7 +77,7 @@ class PeerTotals:
 
 @dataclass(frozen=True)
 class Standing:
-    """One peer's contribution compared with those of all `peers` peers: tokens, rounds, `share` of all tokens, and
+    """One peer's training compared with that of all `peers` peers: tokens, rounds, `share` of all tokens, and
     `rank` (1 for the largest). Entries that are not in this log do not count."""
 
     tokens: int
@@ -129,8 +129,8 @@ class Chronicle:
         return self.next_index < log.next_index
 
     def standing(self, peer: str) -> Standing | None:
-        """Return one peer's contribution compared with all peers', or None if no entry read so far has
-        contributions."""
+        """Return one peer's trained tokens in the entries read so far, compared with those of all peers. Return None if
+        these entries contain no trained tokens."""
         if not self.tokens:
             return None
         own = self.contributions.get(peer, PeerTotals())

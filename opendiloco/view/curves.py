@@ -54,7 +54,7 @@ class Curves:
     def add_heartbeats(self, own: Heartbeat, view: RunView) -> None:
         """Send to telemetry the first held-out loss that heartbeats report for each outer step, without verifying the
         loss."""
-        if own.held_out is not None:  # telemetry already has this peer's own loss, so only record it
+        if own.held_out is not None:  # record this peer's loss so that it is not sent to telemetry again
             self.held_out.add(own.held_out.index, own.held_out.loss)
         for loss in view.held_out:
             if self.held_out.add(loss.index, loss.loss):

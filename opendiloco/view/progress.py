@@ -456,8 +456,9 @@ class JoinView(ABC):
         """Show a message to the owner."""
 
     @abstractmethod
-    def show_stage(self, is_new: bool) -> None:
-        """Show the present stage of the program's start. `is_new` is True if this stage begins another phase."""
+    def show_stage(self, is_new_phase: bool) -> None:
+        """Show the present stage of the program's start. `is_new_phase` is True if `self.phase`, which may cover
+        several stages, has just changed."""
 
     @abstractmethod
     async def show(self, reader: ProgressReader) -> None:
@@ -475,7 +476,7 @@ class JoinView(ABC):
         if stage != self._stage:
             self._stage, self._since = stage, time.monotonic()
         self._share, before, self.phase = share, self.phase, _phase_of_stage(stage)
-        self.show_stage(is_new=self.phase != before)
+        self.show_stage(is_new_phase=self.phase != before)
 
     @asynccontextmanager
     async def showing(self, reader: ProgressReader) -> AsyncIterator[None]:
@@ -504,8 +505,8 @@ class Lines(JoinView):
         with suppress(OSError):  # the program that reads the output may have closed the pipe
             print(text, flush=True)
 
-    def show_stage(self, is_new: bool) -> None:
-        if is_new:
+    def show_stage(self, is_new_phase: bool) -> None:
+        if is_new_phase:
             logger.info("phase: %s", self.phase)
 
     async def show(self, reader: ProgressReader) -> None:
@@ -535,7 +536,7 @@ class Screen(JoinView):
         with suppress(OSError):  # the terminal may have been closed
             self._console.print(text, highlight=False, markup=False, soft_wrap=True)
 
-    def show_stage(self, is_new: bool) -> None:
+    def show_stage(self, is_new_phase: bool) -> None:
         from rich.live import Live
         from rich.text import Text
 

@@ -112,7 +112,7 @@ class Agreement:
         self._digests: dict[int, dict[tuple[bytes, bytes], set[str]]] = defaultdict(lambda: defaultdict(set))
 
     def observe(self, heartbeats: Iterable[Heartbeat]) -> None:
-        """Record the log and state digests in heartbeats."""
+        """Record the digests of the log and of the model's state that the heartbeats report."""
         for beat in heartbeats:
             if beat.state is not PeerState.ARCHIVING:  # an archive has no state to compare
                 self._digests[beat.index][beat.head, beat.state_digest].add(beat.peer)

@@ -163,7 +163,7 @@ def _keep(path: Path, wanted: str, run_id: str, packed: bytes) -> None:
     """Write `packed`, the newest list of signed heads or of revocations of the run `run_id`, to a file, if `wanted` is
     the same run id. Otherwise do nothing."""
     if run_id == wanted:
-        with suppress(OSError):  # if writing fails, other nodes still have the list
+        with suppress(OSError):  # if `packed` cannot be written, other nodes still have it
             write_whole(path, [packed])
 
 

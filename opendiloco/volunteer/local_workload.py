@@ -277,8 +277,8 @@ class TrainerWorkload(Generic[InnerTrainer_co]):
             await self._decided(index, fragment, is_changed=True)
 
     def _apply(self, payload: Blocks, index: int, fragment: int, keeps_work: bool, overrides: Overrides) -> Payload:
-        """Apply an average to a fragment, and return the average. Before that, copy the theta from which the fragment's
-        pseudo-gradient is computed if a later average may contain the work; otherwise drop an earlier copy."""
+        """Apply an average to a fragment, and return the average. If a later average may contain this peer's work, copy
+        theta before, because the work's pseudo-gradient is computed from it; otherwise drop an earlier copy."""
         work = self._fragments[fragment]
         average = work.codec.checked(payload)
         is_awaited = self._waits_for(index) and work.is_stored and work.is_changed is None
@@ -291,7 +291,7 @@ class TrainerWorkload(Generic[InnerTrainer_co]):
 
     async def unchanged(self, index: int, fragment: int) -> None:
         work = self._fragments[fragment]
-        if not self._workers_continue(work):  # otherwise a later entry may contain this peer's contribution
+        if not self._workers_continue(work):  # if they continue, a later entry may contain this contribution
             work.residual.forget()
         async with self._state_lock:
             await self._decided(index, fragment, is_changed=False)

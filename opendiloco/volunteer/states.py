@@ -199,8 +199,8 @@ def warn_of_other_text(found: HeldOut) -> None:
 async def export_state(
     run: Run, past: History, workload: LocalWorkload, folder: Path, command: str = "", dtype: Dtype = "float32"
 ) -> RunFacts:
-    """Evaluate the workload's state, if its workers read text, and write the model to `folder`. Return the facts in its
-    model card, which include `command`, the command line that repeats the export."""
+    """Write the workload's model and a model card to `folder`, and return the facts in the card. These include
+    `command`, which repeats the export, and the held-out loss, which is None if the workers have no text."""
     workers, last = workload.trainer, past.last
     found = await workers.held_out(run.config.evaluation) if workers.reads else None
     if found is not None:
@@ -275,8 +275,8 @@ async def state_of(
 def find_origin(
     source: Path, index: int | None = None, manifest: Path | None = None, own: OwnFiles = NONE
 ) -> StateSource:
-    """Return the place of a state. `source` is a checkpoint's file, a peer's folder of a run, or the folder of that
-    peer's checkpoints.
+    """Find the state after `index` outer steps on the disk. `source` is a checkpoint's file, a peer's folder of a run,
+    or the folder of that peer's checkpoints.
 
     Without an index, a file means its checkpoint, and a folder means its newest good checkpoint and the log after it.
     The manifest, if not given, lies beside the checkpoints or one folder above. A folder higher up, such as an

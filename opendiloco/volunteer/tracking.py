@@ -120,12 +120,11 @@ def _remembered(known: OrderedDict[Position, T], position: Position, value: T) -
 async def states_until(
     last: Callable[[LogState], int], following: Following, audit: Audit, poll: float
 ) -> AsyncIterator[Reached | Disagreement]:
-    """Yield a snapshot of the run, then each later state until outer step `last` is taken, and each disagreement as
-    soon as it is found.
+    """Yield a snapshot of the run, then each later state up to the outer step that `last` returns for the present log,
+    and each peer's disagreement with the log as soon as it is found.
 
-    `last` computes that outer step from the log so far. New entries are fetched every `poll` seconds. If an entry
-    cannot be fetched, or the run has continued another lineage, the states begin anew with a snapshot. While no peer is
-    online, this waits.
+    New entries are fetched every `poll` seconds. If an entry cannot be fetched, or the run has continued another
+    lineage, the states begin anew with a snapshot. While no peer is online, this waits.
     """
 
     async def advance() -> bool | None:
@@ -144,14 +143,14 @@ async def states_until(
     await retrying(following.begin, poll)
     audit.heard(following.donors.heartbeats)
     is_snapshot: bool | None = True
-    named = 0  # number of disagreements already yielded
+    yielded = 0  # number of items of `audit.disagreements` that were yielded
     while True:
         position = following.log.position
         if is_snapshot is not None:
             audit.computed(position, following.state_digest)
             yield Reached(following.log, following.state_digest, is_snapshot, audit.agreeing(position))
-        new = audit.disagreements[named:]
-        named += len(new)
+        new = audit.disagreements[yielded:]
+        yielded += len(new)
         for disagreement in new:
             yield disagreement
         if position.index >= last(following.log):

@@ -74,7 +74,8 @@ ALONE = (
 )
 HAND_OVER_SECONDS = 10.0  # seconds after which a volunteer leaves even if no other machine has the newest outer step
 HAND_OVER_LOOK = 0.2  # seconds between two checks that another machine has the newest outer step
-LAST_SECONDS = 2.0  # seconds that a leaving volunteer with the greatest id waits, as all others may leave too
+LAST_SECONDS = 2.0
+"""Seconds for which the volunteer with the greatest id waits before it leaves, to see if all others leave, too."""
 
 
 @dataclass(frozen=True)
@@ -239,13 +240,16 @@ async def _recall_moments(folder: RunFolder, supervisor: Supervisor) -> None:
     """Load the newest moments on this machine's disk into the inner optimizer. Log whether they were loaded."""
     path = newest_moments(folder.checkpoints, folder.peer_id)
     if path is None:
-        logger.info("there are no moments beside the checkpoints: the inner optimizer begins anew, with smaller steps")
+        logger.info(
+            "there are no moments beside the checkpoints: the inner optimizer begins anew, with smaller steps at first"
+        )
         return
     try:
         await asyncio.to_thread(check_moments_file, path)
         await supervisor.recall_moments(path, folder.run_id)
     except (SnapshotError, OSError) as error:
-        logger.warning("the inner optimizer begins anew, with smaller steps: %s: %s", path, error)
+        message = "%s cannot be loaded, so the inner optimizer begins anew, with smaller steps at first: %s"
+        logger.warning(message, path, error)
     else:
         logger.info("the inner optimizer continues with the moments loaded from %s", path.name)
 
@@ -510,8 +514,8 @@ async def reading(invite: Invite, identity: Path | None) -> AsyncIterator[tuple[
 
 @contextmanager
 def _held_to_read(path: Path | None) -> Iterator[Identity]:
-    """Yield the identity as `hold_identity` does. An InUseError has another remedy than a new key, because the run
-    would not admit a new key."""
+    """Yield the identity as `hold_identity` does. If another process uses it, the InUseError does not advise to use a
+    new key, which the run would not admit, but to end that process."""
     with ExitStack() as stack:
         try:
             key = stack.enter_context(hold_identity(path))

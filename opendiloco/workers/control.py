@@ -253,11 +253,11 @@ class RecallMoments(MoveMoments):
 
 
 class DevicesCounted(Reply):
-    """Reply: the number of GPUs that torch can use. If the machine has GPUs but torch can use none, `hidden` is the
+    """Reply: the number of GPUs that torch can use. If the machine has GPUs but torch can use none, `problem` is the
     reason and `remedy` the remedy."""
 
     gpus: int
-    hidden: str = ""
+    problem: str = ""
     remedy: str = ""
 
 

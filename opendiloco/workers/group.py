@@ -67,7 +67,7 @@ class WorkerGroup:
         self._config = config
         self.overlap = Overlap(config, options.overlap)
         self.supervisor = Supervisor(config, options)
-        self._has_rests = config.streaming.overlap > 0
+        self._has_overlap = config.streaming.overlap > 0
         self._trainings = 0
 
     @classmethod
@@ -136,7 +136,8 @@ class WorkerGroup:
             except DilocoPeerError as error:
                 if under_way.is_known:
                     logger.warning(
-                        "the last inner steps after outer step %d failed; their work is lost: %s",
+                        "in the training after outer step %d, the inner steps after the last capture failed, and their "
+                        "work is lost: %s",
                         work.index,
                         error.message,
                     )
@@ -150,8 +151,8 @@ class WorkerGroup:
         self.under_way = under_way = TrainingRecord(lambda: len(supervisor.workers), fragments, on_step, on_captured)
         request = supervisor.requests.add(carry_out)
         stored = await under_way.result(request, lambda: self._tell(EndInnerLoop(number=number)))
-        if not self._has_rests:
-            await asyncio.shield(request)  # with an overlap, return before the last inner steps are taken
+        if not self._has_overlap:
+            await asyncio.shield(request)
         return Trained(stored.samples, stored.tokens, stored.loss)
 
     def end_rest(self) -> None:

@@ -72,7 +72,7 @@ class WorkersRestartedError(Exception):
 
 class Supervisor:
     """The supervisor of a volunteer's workers. `start` starts the workers, `ask` sends them a command, `close` ends
-    them. Work in the queue `requests` runs one after the other."""
+    them. Callers add functions that use the workers to the queue `requests`, which runs them one after the other."""
 
     def __init__(self, config: RunConfig, options: WorkerOptions) -> None:
         self.memory_descriptor = create_memory_file()
@@ -174,8 +174,8 @@ class Supervisor:
         return answers[0]
 
     def _report_compiling(self, answers: Sequence[Configured]) -> None:
-        """Record in a metric if all workers have compiled the model's transformer blocks. If they should have but have
-        not, log the reason."""
+        """Set a metric to 1 if all workers have compiled the model's transformer blocks, else to 0. If a worker could
+        not compile them, log the reason."""
         COMPILED.set(min(answer.is_compiled for answer in answers))
         if self._options.compile is not False:  # False: the owner turned it off, or the compiler was too slow
             self.uncompiled = next((answer.uncompiled for answer in answers if answer.uncompiled), "")
@@ -388,8 +388,8 @@ class _WorkerPool:
         gpus = 0
         if needs_gpu_count(options):
             counted = await first.exchange(CountDevices(), DevicesCounted, lambda progress: None)
-            if counted.hidden and options.trains:  # training on the CPU would take a hundred times as long
-                raise MachineError(f"{counted.hidden}.", counted.remedy)
+            if counted.problem and options.trains:  # the CPU would be a hundred times slower, so it is no substitute
+                raise MachineError(f"{counted.problem}.", counted.remedy)
             gpus = counted.gpus
         self._devices = choose_devices(options, gpus)
         threads = choose_threads(options, self._devices, usable_cores())

@@ -69,7 +69,8 @@ for _gauge in (*GAUGES.values(), *OUTER_GAUGES.values(), BITS_PER_BYTE):
 
 
 def _values_of(done: InnerLoopDone, peak_tokens_per_second: float | None) -> dict[str, float]:
-    """Return the `VALUES` of one finished training by name. Unknown values are NaN."""
+    """Return the measured values of one training, such as loss and speed, by their names in `VALUES`. Unknown values
+    are NaN, as is the FLOPs utilisation if `peak_tokens_per_second` is None."""
     seconds = max(done.seconds, 1e-9)
     speed = done.tokens / seconds
     computed = max(seconds - done.average_wait_seconds, 0.0)
@@ -106,7 +107,7 @@ class Telemetry:
     ) -> None:
         self.trackers: list[Tracker] = []
         self.latest: Mapping[str, float] = {}
-        """The `VALUES` of the last training."""
+        """The measured values of the last training, by their names in `VALUES`."""
         self.bytes_per_token = bytes_per_token
         self._inner_steps = inner_steps
         self._peak_tokens_per_second = peak_tokens_per_second

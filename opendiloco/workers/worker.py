@@ -77,8 +77,8 @@ def _count_devices() -> control.DevicesCounted:
     cards, cuda = read_cards(), torch.version.cuda
     if gpus or not cuda or not cards.are_reachable:
         return control.DevicesCounted(gpus=gpus)
-    hidden, remedy = cards.hidden_from(torch.__version__, f"CUDA {cuda}", reason)
-    return control.DevicesCounted(gpus=0, hidden=hidden, remedy=remedy)
+    problem, remedy = cards.hidden_from(torch.__version__, f"CUDA {cuda}", reason)
+    return control.DevicesCounted(gpus=0, problem=problem, remedy=remedy)
 
 
 def _is_out_of_memory(error: Exception) -> bool:
@@ -573,8 +573,8 @@ class InnerLoops:
         for step in inner_steps.every():
             if (seconds := time.monotonic() - began) > slowest:
                 slowest = seconds
-                # This worker may wait hours for the other workers before its first inner step. From then on, its
-                # slowest inner step determines the limit.
+                # Workers may wait hours for each other before their first inner step. From then on, the slowest inner
+                # step determines how long this worker may wait.
                 self._team.wait_at_most(control.patience(slowest))
             if step.number % COLLECTED_EVERY == 0:
                 gc.collect()

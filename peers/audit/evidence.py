@@ -102,10 +102,10 @@ class ProofLimits:
         self._wanted.pop(proof, None)
 
     def may_show(self, peer: str, proof: bytes, now: float, again: bool) -> bool:
-        """Return True if this peer may show `peer` the proof with this digest now, and record that it shows the proof.
+        """Return True, and record the proof with this digest as shown, if `peer` was not shown it before. With `again`,
+        also do so after a pause, which doubles each time. Otherwise return False.
 
-        Each peer is shown a proof once, since a proof may be as long as a chunk. It is shown `again` only after a pause
-        that doubles each time.
+        Each peer is shown a proof so rarely because a proof may be as long as a chunk.
         """
         times, last = self._shown.get((peer, proof), (0, 0.0))
         if times and not (again and now - last >= self._pause * 2.0 ** (times - 1)):

@@ -199,7 +199,8 @@ class TwoAverages(FaultProof):
 
 
 class TwoCommitments(FaultProof):
-    """A proof that a peer signed two different commitments with the same `author`. An honest peer signs only one."""
+    """A proof that a peer signed two different commitments for one training, which `author` identifies. An honest peer
+    signs only one."""
 
     kind: ClassVar[Kind] = "commitments"
     author: Author

@@ -107,7 +107,7 @@ class _Messenger:
             refusal = to, error.reason
             if refusal not in self._refusals:
                 self._refusals.append(refusal)
-                logger.info("%s", error)
+                logger.info("a message is refused: %s", error)
         except PeerUnreachableError as error:
             logger.debug("%s", error)
             self._host.handle(Undelivered(to))
@@ -207,7 +207,7 @@ def _note(effect: Note) -> None:
 def _dropped(effect: Dropped) -> None:
     """Count and log data that was dropped because its sender broke a rule."""
     metrics.DROPPED.labels(effect.what).inc()
-    logger.info("dropped a %s of %s: %s", effect.what, effect.peer, effect.reason)
+    logger.info("dropped a %s from peer %s: %s", effect.what, effect.peer, effect.reason)
 
 
 def _tokens_lost(effect: TokensLost) -> None:
@@ -222,7 +222,8 @@ def _trouble(effect: Trouble) -> None:
 
 
 class Driver:
-    """The driver of a peer in a run. `run` returns when the peer has left, and raises the error that stopped the peer.
+    """The driver of one peer in a run: it passes events to the peer's protocol, and carries out the effects that the
+    protocol returns. `run` returns when the peer has left, or raises the error that stopped the peer.
 
     `entries` is the log, as far as it is on this machine.
     """

@@ -81,12 +81,12 @@ def test_a_gpu_whose_driver_is_too_old_for_this_torch(monkeypatch: pytest.Monkey
 
 
 def test_the_worker_says_what_hides_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert _count_devices().hidden == "", "this machine"
+    assert _count_devices().problem == "", "this machine"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr("opendiloco.workers.worker.read_cards", lambda: Cards(("T4",), "550.1", is_driven=True))
     counted = _count_devices()
-    assert (counted.gpus, "T4 is here with driver 550.1" in counted.hidden) == (0, True)
+    assert (counted.gpus, "T4 is here with driver 550.1" in counted.problem) == (0, True)
     assert "--device cpu" in counted.remedy
 
 

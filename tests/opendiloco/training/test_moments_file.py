@@ -365,7 +365,7 @@ def test_a_machine_that_comes_back_goes_on_with_them_and_says_so(
 
     assert "there are no moments beside the checkpoints: the inner optimizer begins anew" in come_back()
     (folder.checkpoints / kept.name).write_bytes(kept.read_bytes()[:-1])
-    assert "the inner optimizer begins anew, with smaller steps: " in come_back()
+    assert "so the inner optimizer begins anew, with smaller steps at first: " in come_back()
     assert workers.recalled == []
     (folder.checkpoints / kept.name).write_bytes(kept.read_bytes())
     assert f"the inner optimizer continues with the moments loaded from {kept.name}" in come_back()

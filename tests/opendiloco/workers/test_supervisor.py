@@ -719,8 +719,8 @@ def test_what_goes_wrong_with_the_last_inner_steps_is_raised_by_the_next_trainin
             with pytest.raises(DataError, match="cannot be read"):
                 await group.run_inner_loop(SECOND, ignore, goes_on=True)
             assert (
-                "the last inner steps after outer step 0 failed; their work is lost: a document cannot be read."
-                in caplog.text
+                "in the training after outer step 0, the inner steps after the last capture failed, and their work is "
+                "lost: a document cannot be read." in caplog.text
             )
         else:
             await group.run_inner_loop(SECOND, ignore)

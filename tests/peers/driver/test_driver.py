@@ -266,7 +266,7 @@ def test_a_contribution_that_has_no_average_is_absent(
     with caplog.at_level(logging.INFO):
         asyncio.run(scenario())
     assert counted("dropped", what="contribution") == before + 1
-    assert "dropped a contribution of c: the weighted values overflow" in caplog.text
+    assert "dropped a contribution from peer c: the weighted values overflow" in caplog.text
 
 
 def test_our_own_unusable_numbers_are_our_own_error(monkeypatch: pytest.MonkeyPatch) -> None:
