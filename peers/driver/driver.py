@@ -107,7 +107,7 @@ class _Messenger:
             refusal = to, error.reason
             if refusal not in self._refusals:
                 self._refusals.append(refusal)
-                logger.info("a message is refused: %s", error)
+                logger.info("peer %s refused a message: %s", to, error.reason)
         except PeerUnreachableError as error:
             logger.debug("%s", error)
             self._host.handle(Undelivered(to))

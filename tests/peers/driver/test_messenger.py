@@ -165,7 +165,7 @@ def test_why_a_peer_refuses_is_told_once(caplog: pytest.LogCaptureFixture) -> No
     with caplog.at_level(logging.INFO):
         asyncio.run(scenario())
     told = [(record.levelname, record.getMessage()) for record in caplog.records]
-    assert told == [("INFO", "peer c refused: not yet"), ("INFO", "peer c refused: another run")]
+    assert told == [("INFO", "peer c refused a message: not yet"), ("INFO", "peer c refused a message: another run")]
 
 
 @pytest.mark.parametrize(
