@@ -586,7 +586,7 @@ def _json_value(line: bytes) -> Any:
 def _parquet_tables(
     builder: Any, section: SourceSection, part: slice, files: Iterable[str], **_: object
 ) -> Iterator[Any]:
-    """Yield pairs of a `datasets` key and a table of about 16 MiB: rows of Parquet files, or of a `part` of each.
+    """Yield the rows of Parquet files, or of a `part` of each file, as pairs of a `Key` and a table of about 16 MiB.
 
     A part is every n-th row group, or every n-th row of a file with fewer than n row groups. The reader of `datasets`
     reads a whole row group at once. In a file of some hundred bytes, a row group can hold many gigabytes: one long text

@@ -107,12 +107,12 @@ class Checkpointer:
         if status in (SAVED, NOT_SENT):
             workers.kept_moments = job.path, self._plan.run
         if status == SAVED:
-            logger.info("the moments of outer step %d are saved: %s", index, report)
+            logger.info("the inner optimizer's moments after outer step %d are saved: %s", index, report)
         elif report == NO_STEP:
-            logger.info("no optimizer moments are saved for outer step %d: %s", index, report)
+            logger.info("no moments of the inner optimizer are saved after outer step %d: %s", index, report)
         else:
             reason = report or f"their process ended with {status}"
-            logger.warning("the moments of outer step %d are not saved: %s", index, reason)
+            logger.warning("the inner optimizer's moments after outer step %d are not saved: %s", index, reason)
 
 
 def checkpoint_job(plan: KeepingPlan, state: FrozenSnapshot) -> CheckpointJob:

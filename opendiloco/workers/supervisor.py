@@ -388,7 +388,7 @@ class _WorkerPool:
         gpus = 0
         if needs_gpu_count(options):
             counted = await first.exchange(CountDevices(), DevicesCounted, lambda progress: None)
-            if counted.problem and options.trains:  # the CPU would be a hundred times slower, so it is no substitute
+            if counted.problem and options.trains:  # a CPU, a hundred times slower, is no substitute
                 raise MachineError(f"{counted.problem}.", counted.remedy)
             gpus = counted.gpus
         self._devices = choose_devices(options, gpus)

@@ -50,7 +50,7 @@ VERSION = 1  # version of the opening messages; increased when their fields chan
 START = struct.Struct(">4sBBH")  # magic, version, kind, body length in bytes
 BODY_BYTES = 2048  # bytes in a connection's first message after START, at most; a Hello has up to 1,100
 TOKEN_BYTES = 16  # bytes of a relay's random token, too many for a peer to guess a valid token
-CERTIFICATE_BYTES = 1024  # bytes of a certificate, at most; ours have about 200
+CERTIFICATE_BYTES = 1024  # bytes of a peer's TLS certificate, at most; those that peers make have about 200
 PROBED_PORTS = 4  # ports that a node dials for one probe, at most: a node must not scan ports for others
 Port = Annotated[int, Field(strict=True, ge=1, le=65535)]
 Token = Annotated[bytes, Field(strict=True, min_length=TOKEN_BYTES, max_length=TOKEN_BYTES)]

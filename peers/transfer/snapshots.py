@@ -352,7 +352,10 @@ class Snapshotter:
         """
         log = self._peer.settled
         if (self._is_chosen(log) or self._cache.new_enough(0) is None) and not await self._freeze(log.position):
-            logger.info("made no snapshot of outer step %d: older ones are being fetched", log.position.index)
+            logger.info(
+                "made no snapshot of outer step %d: there is no room for it while a joiner fetches an older one",
+                log.position.index,
+            )
 
     async def _freeze(self, place: Position | None = None) -> bool:
         """Make a snapshot of the present state, unless a `place` is given and the state is no longer there. Return

@@ -27,7 +27,7 @@ def test_a_lone_peer_goes_on_with_its_moments(tmp_path: Path) -> None:
         invite = announce_run(run, address)
         join = ("join", "--run", invite, "--identity", "one.pem", "--device", "cpu", "--data", corpus, *LOOPBACK)
         with site.start(*join) as first:
-            first.line("moments of outer step .* are saved", "it keeps no moments")
+            first.line("moments after outer step .* are saved", "it keeps no moments")
             leave(first)
         with site.start(*join) as again:
             again.line(r"this machine goes on after outer step \d", "it begins anew")

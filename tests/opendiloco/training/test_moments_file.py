@@ -340,7 +340,9 @@ def test_moments_that_cannot_be_had_leave_the_checkpoint_and_no_partial_file(
         assert checkpoint(chosen, workers, 3) == ["outer-step-000003.safetensors"]
     told = {record.getMessage(): record.levelname for record in caplog.records}
     told = {text: level for text, level in told.items() if not text.startswith("the checkpoint")}
-    assert told == {"no optimizer moments are saved for outer step 3: its inner optimizer has not made a step": "INFO"}
+    assert told == {
+        "no moments of the inner optimizer are saved after outer step 3: its inner optimizer has not made a step": "INFO"
+    }
     assert workers.kept_moments is None
 
 
