@@ -109,7 +109,7 @@ class Checkpointer:
         if status == SAVED:
             logger.info("the inner optimizer's moments after outer step %d are saved: %s", index, report)
         elif report == NO_STEP:
-            logger.info("no moments of the inner optimizer are saved after outer step %d: %s", index, report)
+            logger.info("no optimizer moments are saved after outer step %d: %s", index, report)
         else:
             reason = report or f"their process ended with {status}"
             logger.warning("the inner optimizer's moments after outer step %d are not saved: %s", index, reason)

@@ -341,7 +341,7 @@ def test_moments_that_cannot_be_had_leave_the_checkpoint_and_no_partial_file(
     told = {record.getMessage(): record.levelname for record in caplog.records}
     told = {text: level for text, level in told.items() if not text.startswith("the checkpoint")}
     assert told == {
-        "no moments of the inner optimizer are saved after outer step 3: its inner optimizer has not made a step": "INFO"
+        "no optimizer moments are saved after outer step 3: its inner optimizer has not made a step": "INFO"
     }
     assert workers.kept_moments is None
 
