@@ -118,20 +118,12 @@ LOOK_SECONDS = 1.0  # seconds between two measurements of the download folder
 @contextmanager
 def downloading(name: str, kind: Literal["model", "dataset"], wanted: Sequence[str]) -> Iterator[None]:
     """Report to the progress display, during the `with` block, the share of a hub model's or data set's bytes that has
-    been downloaded.
-
-    Only files whose names match `wanted` count. All data sets share one download folder, so bytes that are there before
-    count as another data set's.
-    """
+    been downloaded. Only files whose names match `wanted` count."""
     from huggingface_hub import constants
     from huggingface_hub.file_download import repo_folder_name
 
-    folder, before = Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=name, repo_type="model") / "blobs", 0
-    if kind == "dataset":
-        from datasets import config
-
-        folder = Path(config.DOWNLOADED_DATASETS_PATH)
-        before = folder_bytes(folder)
+    # `datasets` downloads through huggingface_hub, so the files of both kinds are in its cache.
+    folder = Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=name, repo_type=kind) / "blobs"
     total = _bytes_of(name, kind, wanted) if wanted else None
     stage = f"downloading {name}, as far as it is not here" + (f" ({in_words(total)})" if total else "")
     at_stage(stage)
@@ -142,7 +134,7 @@ def downloading(name: str, kind: Literal["model", "dataset"], wanted: Sequence[s
 
     def watch() -> None:
         while not ended.wait(LOOK_SECONDS):
-            at_stage(stage, min(max(0, folder_bytes(folder) - before) / total, 1.0))
+            at_stage(stage, min(folder_bytes(folder) / total, 1.0))
 
     watching = threading.Thread(target=watch, name="download-watch", daemon=True)
     watching.start()

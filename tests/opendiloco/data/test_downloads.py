@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import queue
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import huggingface_hub
 import pytest
@@ -37,7 +38,6 @@ class Hub:
 def _hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(huggingface_hub, "HfApi", Hub)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
-    monkeypatch.setattr("datasets.config.DOWNLOADED_DATASETS_PATH", str(tmp_path / "rows"))
     monkeypatch.setattr(hub, "LOOK_SECONDS", 0.001)
 
 
@@ -52,28 +52,30 @@ def heard_at(heard: Heard, share: float) -> str:
             return stage
 
 
-def test_weights_say_how_far_they_have_come(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "files", "total"), [("model", "*.safetensors", 2000), ("dataset", "*data/train.parquet", 4000)]
+)
+def test_a_download_shows_its_progress(
+    kind: Literal["model", "dataset"], files: str, total: int, tmp_path: Path
+) -> None:
     heard: Heard = queue.SimpleQueue()
-    blobs = tmp_path / "models--people--llama" / "blobs"
+    blobs = tmp_path / f"{kind}s--people--llama" / "blobs"
     blobs.mkdir(parents=True)
     watched = watched_by(lambda stage, share: heard.put((stage, share)))
-    with watched, downloading("people/llama", "model", ["*.safetensors"]):
+    with watched, downloading("people/llama", kind, [files]):
         stage, share = heard.get(timeout=PATIENCE)
-        assert (stage, share) == ("downloading people/llama, as far as it is not here (2 kB)", None)
-        (blobs / "1.incomplete").write_bytes(bytes(500))
+        assert (stage, share) == (f"downloading people/llama, as far as it is not here ({total // 1000} kB)", None)
+        (blobs / "1.incomplete").write_bytes(bytes(total // 4))
         assert heard_at(heard, 0.25) == stage
-        (blobs / "1.incomplete").write_bytes(bytes(2000))
+        (blobs / "1.incomplete").write_bytes(bytes(total))
         assert heard_at(heard, 1.0) == stage
 
 
-def test_rows_count_from_what_was_there_before(tmp_path: Path) -> None:
-    heard: Heard = queue.SimpleQueue()
-    (tmp_path / "rows").mkdir()
-    (tmp_path / "rows" / "old").write_bytes(bytes(7000))
-    watched = watched_by(lambda stage, share: heard.put((stage, share)))
-    with watched, downloading("people/text", "dataset", ["*data/train.parquet"]):
-        (tmp_path / "rows" / "new.incomplete").write_bytes(bytes(1000))
-        assert "(4 kB)" in heard_at(heard, 0.25)
+def test_datasets_downloads_into_the_cache_of_the_hubs_library() -> None:
+    """Regression: the progress of data sets was looked for in a folder of `datasets` that it no longer uses."""
+    from datasets.utils import file_utils
+
+    assert "hf_hub_download" in inspect.getsource(file_utils.cached_path)
 
 
 def test_what_the_hub_does_not_say_has_a_stage_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
