@@ -35,6 +35,7 @@ from opendiloco.volunteer.volunteer import Volunteer, connected
 from opendiloco.workers.control import InnerLoopDone, InnerStepDone
 from opendiloco.workers.telemetry import Telemetry
 from peers.driver.driver import Driver
+from peers.log.header import Header
 from peers.values.identity import Identity
 from peers.values.leases import prefix, sample_count
 from peers.values.manifest import Invite
@@ -161,6 +162,7 @@ class LoopWorker:
         self.telemetry = Telemetry(inner_steps)
         self.outer_steps_taken = 0
         """The number of outer steps of the whole run, once the run is over."""
+        self.tokens_trained = 0
         self._torch_device = device
         self._outer_steps: queue.SimpleQueue[OuterStep | Future[HeldOut | None] | BaseException | None]
         self._outer_steps = queue.SimpleQueue()
@@ -279,6 +281,7 @@ class LoopWorker:
 
     def all_taken(self, outer_step: OuterStep, trained: Trained) -> None:
         """Report to the telemetry that the loop has taken all inner steps of an outer step, with its results."""
+        self.tokens_trained += trained.tokens
         streams = len(self.fragments) > 1 or outer_step.begin_with is None
         done = InnerLoopDone(
             tokens=trained.tokens,
@@ -375,7 +378,13 @@ class SwarmThread(threading.Thread):
             await ask_for_signed_heads(transport, run, self._invite.addresses)
             admission = await enter(transport, run, self.identity, self._invite.addresses, None, self._ticket)
             await listen(transport, run.run_id)
-            driver = Driver(self.identity, transport, workload, run.settings, digest)
+            tokens_counted = 0
+
+            def count(header: Header, state_digest: bytes) -> None:
+                nonlocal tokens_counted
+                tokens_counted += header.tokens_of(self.identity.peer_id)
+
+            driver = Driver(self.identity, transport, workload, run.settings, digest, on_entry=count)
             workload.take_turns(driver, self.identity.peer_id)
             volunteer = Volunteer(run, driver, transport, workload, admission=admission)
             worker.telemetry.track_with([], configuration_of(run, self.identity.peer_id, worker.device))
@@ -386,6 +395,7 @@ class SwarmThread(threading.Thread):
                 await volunteer.take_part()
             finally:
                 watching.cancel()
+                warn_if_in_vain(run.run_id, worker.tokens_trained, tokens_counted)
 
     def worker_of(self, run: Run) -> LoopWorker:
         """Return a worker for the caller's loop, with the run's initial weights. Raises: DataError if the text folders
@@ -401,6 +411,16 @@ class SwarmThread(threading.Thread):
             await asyncio.sleep(LOOK_SECONDS)
         logger.warning("the training loop has ended without leaving the run: leaving it now")
         volunteer.leave()
+
+
+def warn_if_in_vain(run_id: str, trained: int, counted: int) -> None:
+    """Log a warning if a loop trained tokens and none of them counted in the run."""
+    if trained and not counted:
+        logger.warning(
+            "run %s counted none of the %s tokens that this loop trained: its work was always ready too late, or did not"
+            " arrive in time. A faster device or link helps, or a longer rounds.grace_seconds in run.toml.",
+            *(run_id, f"{trained:,}"),
+        )
 
 
 def _call(loop: asyncio.AbstractEventLoop, function: Callable[[], object]) -> None:

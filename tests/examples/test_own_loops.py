@@ -35,6 +35,7 @@ def test_two_loops_and_a_volunteer_end_with_the_same_weights(tmp_path: Path) -> 
             volunteer.signal(signal.SIGTERM)
             assert volunteer.finish().code == 0
     assert [loop.code for loop in ended] == [0, 0], ended[0].err + ended[1].err
+    assert not [loop.err for loop in ended if "counted none" in loop.err]
     sums = {line for loop in ended for line in loop.out.splitlines() if line.startswith("the sum of all")}
     assert len(sums) == 1, sums
     steps = [line.split(":")[0] for line in ended[0].out.splitlines() if line.startswith("outer step")]
@@ -64,6 +65,7 @@ def test_loops_and_a_volunteer_in_a_run_that_streams_end_with_the_same_weights(t
             volunteer.signal(signal.SIGTERM)
             assert volunteer.finish().code == 0
     assert [loop.code for loop in ended] == [0, 0], ended[0].err + ended[1].err
+    assert not [loop.err for loop in ended if "counted none" in loop.err]
     sums = {line for loop in ended for line in loop.out.splitlines() if line.startswith("the sum of all")}
     assert len(sums) == 1, sums
     assert max(len(header.roster) for header, _ in Journal(tmp_path / "one.jsonl")) == 3

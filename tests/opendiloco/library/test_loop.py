@@ -258,6 +258,14 @@ def test_a_loop_that_has_ended_without_a_word_leaves_the_run(
     assert "ended without leaving the run" in caplog.text
 
 
+@pytest.mark.parametrize(("trained", "counted"), [(5120, 0), (5120, 640), (0, 0)])
+def test_a_loop_that_trained_in_vain_is_told_so(trained: int, counted: int, caplog: pytest.LogCaptureFixture) -> None:
+    """Regression: a loop printed falling losses to the end, and no entry of the run counted any of its work."""
+    swarm_module.warn_if_in_vain("tiny-1", trained, counted)
+    is_in_vain = trained > 0 and counted == 0
+    assert ("run tiny-1 counted none of the 5,120 tokens that this loop trained" in caplog.text) == is_in_vain
+
+
 def test_a_loop_in_a_run_that_is_over_is_warned_that_it_trains_nothing(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
