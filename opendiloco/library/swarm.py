@@ -417,8 +417,8 @@ def warn_if_in_vain(run_id: str, trained: int, counted: int) -> None:
     """Log a warning if a loop trained tokens and none of them counted in the run."""
     if trained and not counted:
         logger.warning(
-            "run %s counted none of the %s tokens that this loop trained: its work was always ready too late, or did not"
-            " arrive in time. A faster device or link helps, or a longer rounds.grace_seconds in run.toml.",
+            "run %s counted none of the %s tokens that this loop trained: its work was always ready too late, or did"
+            " not arrive in time. A faster device or link helps, or a longer rounds.grace_seconds in run.toml.",
             *(run_id, f"{trained:,}"),
         )
 
