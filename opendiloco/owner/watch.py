@@ -42,7 +42,12 @@ AWAY = "away"
 
 def how_to_go_on(reasons: Sequence[str]) -> str:
     """Return the command that ends a pause for `reasons`, as text for the owner."""
-    return "`diloco-peer resume` goes on" if set(reasons) <= {ASKED} else "`diloco-peer resume --anyway` goes on anyway"
+    return f"`diloco-peer resume{'' if set(reasons) <= {ASKED} else ' --anyway'}` continues"
+
+
+def _paused_for(reasons: Sequence[str]) -> str:
+    """Return the line that shows the owner a pause for `reasons`, and the command that ends it."""
+    return f"paused: {', '.join(reasons)}; {how_to_go_on(reasons)}"
 
 
 class _OwnerRequests:
@@ -149,6 +154,13 @@ class OwnersWatch:
         slept."""
         return self._comes_back and not self._requests.is_finishing
 
+    def say_farewell(self, farewell: str) -> None:
+        """Show the owner the farewell of a volunteer that has left, or only its pause if it will join again."""
+        if not self.comes_back:
+            self._say(farewell)
+        elif self.reasons:
+            self._say(_paused_for(self.reasons))
+
     def end(self) -> None:
         """Stop controlling the volunteer, whose session is over."""
         self._volunteer = self._held_since = self._finish_after = None
@@ -230,7 +242,7 @@ class OwnersWatch:
         held = self._requests.by_name
         reasons = tuple(held.values())
         if held.keys() != self._shown:  # not the reasons, in which percentages change at each look
-            self._say(f"paused: {', '.join(reasons)}; {how_to_go_on(reasons)}" if reasons else "the pause is over")
+            self._say(_paused_for(reasons) if reasons else "the pause is over")
             self._shown = set(held)
         volunteer = self._volunteer
         if volunteer is None or self._is_leaving:

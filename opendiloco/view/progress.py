@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
@@ -156,7 +156,9 @@ class ProgressReport:
 
     @property
     def own(self) -> Heartbeat:
-        return self.facts.heartbeats[0]
+        """This machine's heartbeat, without its last speed while it is paused."""
+        own = self.facts.heartbeats[0]
+        return own.model_copy(update={"tokens_per_second": 0.0}) if self.pause_reasons else own
 
     @property
     def others(self) -> list[Heartbeat]:
@@ -594,6 +596,9 @@ def _volunteer_picture(progress: ProgressReport, height: int) -> Group:
         lines += _explanations(progress)
         legend.append(Text(LEGEND, style="dim"))
     room = max(LEAST_ROWS, height - len(lines) - LINES_BESIDE)
-    rows = [row_of(own, run.config, THIS_MACHINE), *(row_of(beat, run.config) for beat in progress.others)]
+    first = row_of(own, run.config, THIS_MACHINE)
+    if progress.pause_reasons:
+        first = replace(first, cells=("paused", *first.cells[1:]))
+    rows = [first, *(row_of(beat, run.config) for beat in progress.others)]
     more = [f"… and {len(rows) - room} more"] if len(rows) > room else []
     return Group(peers_table(rows[:room], run.run_id), *legend, *map(Text, [*more, *lines]))

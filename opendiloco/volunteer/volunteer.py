@@ -152,7 +152,7 @@ class Session:
                     reader = ProgressReader(run, volunteer.facts, lambda: watch.reasons, watch.until, month)
                     async with view.showing(reader):
                         await volunteer.take_part()
-                    view.say(volunteer.farewell)
+                    watch.say_farewell(volunteer.farewell)
 
     def _keeping(self, folder: RunFolder, caps: Caps) -> KeepingPlan:
         settings, rate = self.settings, self.settings.checkpoint_rate

@@ -63,12 +63,13 @@ def test_pause_resume_and_finish(site: Site, invite: str) -> None:
 
         # a longer one
         assert "pausing" in site.run("pause").out
-        volunteer.line("left the run", "it does not leave when the pause is long")
+        volunteer.line("the pause is long", "it does not leave when the pause is long")
         eventually(lambda: volunteer.children() == {}, "it keeps processes")
         eventually(lambda: not shared_memory_of(us), "it keeps the weights in memory")
         seen = json.loads(site.run("status", "--run", invite, "--json").out)
         assert [one["paused"] for one in seen["here"]] == [["you asked for it"]]
         assert seen["peers"] == []
+        assert not volunteer.said("left the run"), "a paused volunteer says that it has left"
 
         # and its end
         assert tell(site, "resume") == "training goes on"

@@ -77,7 +77,7 @@ def test_a_condition_holds_the_training_from_the_second_look_on_and_until_it_has
     assert not machine.volunteer.is_held
     machine.look(after=2, on_battery=True)
     assert machine.volunteer.is_held
-    assert machine.said == ["paused: on battery; `diloco-peer resume --anyway` goes on anyway"]
+    assert machine.said == ["paused: on battery; `diloco-peer resume --anyway` continues"]
     machine.look(after=CALM_SECONDS - 1)
     assert machine.volunteer.is_held
     machine.look(after=1)
@@ -127,11 +127,16 @@ def test_a_pause_for_longer_than_others_wait_leaves_and_comes_back() -> None:
     machine.look(after=0.1)
     assert machine.volunteer.has_left
     assert machine.watch.comes_back
+    machine.watch.say_farewell("left the run")
+    assert machine.said[-1] == "paused: you asked for it; `diloco-peer resume` continues"
     assert machine.watch.answer(OwnerRequest(do="look")).phase == "starting", (
         "that of the volunteer, which still leaves"
     )
     machine.watch.end()
     assert machine.watch.answer(OwnerRequest(do="look")).phase == "away"
+    machine.watch.stop()
+    machine.watch.say_farewell("left the run")
+    assert machine.said[-1] == "left the run"
 
 
 def test_a_condition_that_goes_on_leaves_later_than_it_would_be_known_to_be_over() -> None:

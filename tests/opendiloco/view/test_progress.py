@@ -133,10 +133,10 @@ def test_the_screen_fits_80_columns(progress: ProgressReport) -> None:
     assert explained == [
         "rounds ↑1 MB ↓7 GB · measuring ↑400 kB ↓1 GB · serving ↑2 MB ↓4 GB",
         "leaves at 07:30",
-        "`diloco-peer resume --anyway` goes on anyway",
+        "`diloco-peer resume --anyway` continues",
         "Ctrl-C leaves; in another terminal: diloco-peer pause, resume, finish",
     ]
-    assert "`diloco-peer resume` goes on" in _explanations(replace(progress, pause_reasons=(ASKED,)))
+    assert "`diloco-peer resume` continues" in _explanations(replace(progress, pause_reasons=(ASKED,)))
     assert max(map(len, [*lines, *explained, LEGEND])) <= 80
 
 
