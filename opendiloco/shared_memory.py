@@ -69,18 +69,20 @@ def reserve(descriptor: int, size: int) -> None:
 
 def check_available(what: str, needed: int) -> None:
     """Raise MachineError if fewer than `needed` bytes of memory are available for the purpose `what`."""
-    available, remedy = available_memory(), MORE_MEMORY
+    available = available_memory()
     if needed > available:
-        if _cap is not None and needed <= _free_memory():
-            used = _used_by_family()
-            least = math.ceil(10 * (used + needed) / GIGABYTE) / 10
-            remedy = (
-                f"The program itself uses {used / 2**20:.0f} MiB: raise --max-memory to {least:g} or more, or leave it "
-                "out."
-            )
         raise MachineError(
-            f"{what}: {needed / 2**20:.0f} MiB are needed, {available / 2**20:.0f} MiB are free.", remedy
+            f"{what}: {needed / 2**20:.0f} MiB are needed, {available / 2**20:.0f} MiB are free.", remedy_for(needed)
         )
+
+
+def remedy_for(needed: int) -> str:
+    """Return the remedy, as text for the owner, if `needed` bytes of memory are not available."""
+    if _cap is None or needed > _free_memory():
+        return MORE_MEMORY
+    used = _used_by_family()
+    least = math.ceil(10 * (used + needed) / GIGABYTE) / 10
+    return f"The program itself uses {used / 2**20:.0f} MiB: raise --max-memory to {least:g} or more, or leave it out."
 
 
 _cap: tuple[int, int] | None = None

@@ -14,6 +14,7 @@ from opendiloco.owner.controls import volunteers
 from opendiloco.quantities import SECONDS_A_DAY, in_words
 from opendiloco.run import Run, find_run
 from opendiloco.settings.join_settings import JoinSettings
+from opendiloco.shared_memory import cap_memory
 from opendiloco.stages import NOT_COMPILING
 from opendiloco.storage.run_folder import RunFolder, default_state_folder
 from opendiloco.tools.doctor.findings import CHECKS, Finding, Verdict, failed, failed_with, passed, skipped, warned
@@ -411,6 +412,7 @@ class Examination:
     # A run's needs and speed ------------------------------------------------------------------------------------------
     async def _examine_training(self, torch: Torch | None) -> None:
         state = self._settings.state
+        cap_memory(self._settings.memory_limit)
         if self._run is None:
             self._report(check_memory(), check_disk(state))
             return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,10 @@ import pytest
 from opendiloco.config.run_config import RunConfig
 from opendiloco.model.build import sized_skeleton
 from opendiloco.run import Run
+from opendiloco.settings.join_settings import JoinSettings
+from opendiloco.shared_memory import cap_memory
 from opendiloco.tools.doctor.examination import (
+    Examination,
     _check_round,
     _check_run,
     _check_speed,
@@ -177,6 +181,19 @@ def test_what_a_run_takes_is_what_join_goes_by(config: RunConfig, skeleton: Any,
     assert (on_cpu["needed"], "gpu_needed" in on_cpu) == (needs.main_memory_on_cpu, False)
     assert (on_gpu["needed"], on_gpu["gpu_needed"]) == (needs.main_memory, needs.device_memory)
     assert check_disk(tmp_path, needs).values["needed"] == needs.disk
+
+
+def test_memory_is_checked_within_the_owners_limit(config: RunConfig, skeleton: Any) -> None:
+    """Regression: `doctor --max-memory 0.2` passed with all the memory that was free."""
+    heard: list[Finding] = []
+    settings = JoinSettings(run="", max_memory=0.001)
+    made = Examination(settings, None, Identity.generate(), False, heard.append, lambda what: None)
+    try:
+        asyncio.run(made._examine_training(None))
+        assert_finding(heard[0], WARN, "raise --max-memory to 2.")
+        assert_finding(check_memory((), needs_of(config, skeleton)), FAIL, "The program itself uses ")
+    finally:
+        cap_memory(None)
 
 
 def test_a_speed_is_estimated_from_a_peak_that_is_known(config: RunConfig, skeleton: Any) -> None:
