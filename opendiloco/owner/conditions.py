@@ -38,7 +38,8 @@ def parse_hours(text: str) -> Condition:
     hour, minute, last_hour, last_minute = (int(part or 0) for part in found.groups())
     begin, end = time(hour % 24, minute), time(last_hour % 24, last_minute)
     if max(hour, last_hour) > 24 or begin == end:
-        raise ValueError(f"{text!r}: give two different times of day, 00:00 to 24:00.")
+        remedy = "give two different times of day, 00:00 to 24:00; for the whole day, leave out --hours"
+        raise ValueError(f"{text!r}: {remedy}.")
 
     def reason(facts: Facts) -> str | None:
         now = facts.now.time()

@@ -83,6 +83,11 @@ def test_no_hours(text: str) -> None:
         parse_hours(text)
 
 
+def test_the_whole_day_needs_no_hours() -> None:
+    with pytest.raises(ValueError, match=r"for the whole day, leave out --hours"):
+        parse_hours("00-24")
+
+
 NOW = datetime(2026, 11, 24, 12, 0)
 
 
