@@ -40,6 +40,7 @@ class Checkpointer:
         self._plan = plan
         self._waiting: FrozenSnapshot | None = None
         self._writing: asyncio.Task[None] | None = None
+        self._cause: str | None = None  # why the last checkpoint was not written, without its name; None: it was
 
     def take(self, state: FrozenSnapshot) -> None:
         """Queue a state to be written as a checkpoint, in place of a state that still waits, and return at once. The
@@ -75,18 +76,19 @@ class Checkpointer:
     async def _write_waiting(self) -> None:
         while self._waiting is not None:
             state, self._waiting = self._waiting, None
+            job = checkpoint_job(self._plan, state)
             try:
-                job = checkpoint_job(self._plan, state)
                 status, report = await _run_writer(job, job.descriptor)
             except OSError as error:  # the writer process could not start
                 status, report = NOT_SAVED, f"the process that writes checkpoints cannot be started: {error.strerror}"
             outcome = OUTCOMES.get(status, "not_saved")
             CHECKPOINTS.labels(outcome).inc()
             name = f"the checkpoint of outer step {state.index}"
+            before, self._cause = self._cause, None if status in (SAVED, NOT_SENT) else report.replace(job.path.name, "")
             if outcome == "saved":
                 logger.info("%s is saved: %s", name, report)
                 self.on_saved()
-            else:
+            elif self._cause is None or self._cause != before:
                 logger.warning("%s failed: %s", name, report or f"its process ended with {status}")
             if self.workers is not None and self._plan.moments != "none" and status in (SAVED, NOT_SENT):
                 await self._keep_moments(self.workers, state.index)

@@ -125,6 +125,25 @@ def test_a_folder_that_cannot_be_had_is_a_warning(tmp_path: Path, caplog: pytest
     assert "Training goes on" in caplog.text
 
 
+def test_a_limit_that_no_checkpoint_fits_is_one_warning_until_one_is_written(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Regression: a small --max-disk was a long line after every outer step."""
+    tight = plan(tmp_path, disk_limit=1)
+
+    async def story(checkpointer: Checkpointer) -> None:
+        for index, limits in enumerate((tight, tight, plan(tmp_path), tight, tight), 1):
+            checkpointer._plan = limits
+            checkpointer.take(frozen(index))
+            await checkpointer.idle()
+
+    play(tight, story)
+    assert [line.partition(" failed")[0] for line in caplog.messages if "--max-disk" in line] == [
+        "the checkpoint of outer step 1",
+        "the checkpoint of outer step 4",
+    ]
+
+
 def test_a_machine_without_a_process_to_spare(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
