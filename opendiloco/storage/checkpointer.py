@@ -84,7 +84,10 @@ class Checkpointer:
             outcome = OUTCOMES.get(status, "not_saved")
             CHECKPOINTS.labels(outcome).inc()
             name = f"the checkpoint of outer step {state.index}"
-            before, self._cause = self._cause, None if status in (SAVED, NOT_SENT) else report.replace(job.path.name, "")
+            before, self._cause = (
+                self._cause,
+                None if status in (SAVED, NOT_SENT) else report.replace(job.path.name, ""),
+            )
             if outcome == "saved":
                 logger.info("%s is saved: %s", name, report)
                 self.on_saved()
