@@ -6,7 +6,8 @@ import json
 import os
 import re
 import sys
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,10 +37,11 @@ from opendiloco.settings.join_settings import (
     settings_of,
     unknown_variables,
 )
-from peers.errors import remedy_for
+from peers.errors import InUseError, remedy_for
 
 if TYPE_CHECKING:
     from opendiloco.tools.doctor.findings import Finding
+    from peers.values.identity import Identity
 
 
 @click.command(short_help="Watch a swarm train a small model on this machine.")
@@ -84,6 +86,25 @@ def demo(peers: int, minutes: float, run: Path | None, out: Path | None, plain: 
     raise SystemExit(1 if result.problems else 0)
 
 
+@contextmanager
+def _examining(path: Path | None) -> Iterator[Identity]:
+    """Yield the key for `doctor`: the one in the file `path`, or a new one if the file is missing or in use."""
+    from peers.values.identity import Identity
+
+    with ExitStack() as stack:
+        key = None
+        if path is not None and path.exists():
+            with suppress(InUseError):
+                key = stack.enter_context(reader(path))
+        if path is not None and key is None:
+            click.echo(
+                f"{path} is missing or in use: doctor takes a new key, which a run by invitation may refuse. Make the "
+                "file with `identity show --identity`, or leave the run first.",
+                err=True,
+            )
+        yield key or Identity.generate()
+
+
 @click.command(cls=SettingsCommand, short_help="Check that this machine can train, or name what to change.")
 @join_settings(needs_run=False)
 @click.option(
@@ -111,7 +132,7 @@ def doctor(settings: JoinSettings, trial: bool, is_json: bool) -> None:
     console = Console()
     is_live = console.is_terminal and not is_json
     with (
-        reader(settings.identity if is_named else None) as key,
+        _examining(settings.identity if is_named else None) as key,
         console.status("") if is_live else nullcontext() as status,
     ):
 
