@@ -7,8 +7,11 @@ import io
 import os
 import sys
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
+from typing import IO, Any
 
 import click
 
@@ -80,6 +83,31 @@ FIRST_STEPS = (
 HELP = {"help_option_names": ["-h", "--help"], "max_content_width": 120, "show_default": True}
 
 
+class _WrongUsage(click.ClickException):
+    """A usage error as one line, like other errors, with the command's help as the remedy."""
+
+    exit_code = 2
+
+    def __init__(self, error: click.UsageError) -> None:
+        what = " ".join(error.format_message().split())
+        command = error.ctx.command_path if error.ctx else "diloco-peer"
+        super().__init__(f"{what}{'' if what.endswith(('.', '?')) else '.'} See `{command} --help`.")
+
+    def show(self, file: IO[Any] | None = None) -> None:
+        click.echo(fit_for_terminal(f"error: {self.message}"), file, err=True)
+
+
+@contextmanager
+def _usage_in_one_line() -> Iterator[None]:
+    """Turn click's usage errors into errors of one line."""
+    try:
+        yield
+    except click.exceptions.NoArgsIsHelpError:  # which shows the help
+        raise
+    except click.UsageError as error:
+        raise _WrongUsage(error) from error
+
+
 class _Commands(click.Group):
     """The group of all commands. It imports a command's module when the command is needed, and reports the command's
     errors."""
@@ -114,6 +142,10 @@ class _Commands(click.Group):
         lines = "\n".join(f"  {code:>3}  {meaning}" for code, meaning in EXIT_CODES.items())
         formatter.write(f"\nExit codes:\n{lines}\n")
 
+    def make_context(self, *arguments: Any, **extra: Any) -> click.Context:
+        with _usage_in_one_line():
+            return super().make_context(*arguments, **extra)
+
     def invoke(self, context: click.Context) -> object:
         for stream in (sys.stdout, sys.stderr):
             if isinstance(stream, io.TextIOWrapper):  # replace characters that the terminal's encoding does not have
@@ -122,7 +154,8 @@ class _Commands(click.Group):
         os.umask(os.umask(0o077) | 0o022)
         os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")  # the stages in our log show the progress
         try:
-            result: object = super().invoke(context)
+            with _usage_in_one_line():
+                result: object = super().invoke(context)
         except (click.exceptions.Exit, click.ClickException, click.Abort):
             raise
         except KeyboardInterrupt:

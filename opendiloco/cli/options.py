@@ -193,8 +193,9 @@ def _checked(values: Mapping[str, Any]) -> JoinSettings:
         return JoinSettings(**dict(model_of(JoinSettings).model_validate(dict(values))))
     except ValidationError as error:
         problem = error.errors()[0]
-        option = f"--{JOIN[str(problem['loc'][0])].option}"
-        raise click.BadParameter(f"{problem['input']!s}: {problem['msg']}.", param_hint=repr(option)) from error
+        option, value, why = f"--{JOIN[str(problem['loc'][0])].option}", problem["input"], problem["msg"]
+        text = why if repr(value) in why else f"{value!s}: {why}"
+        raise click.BadParameter(f"{text}.", param_hint=repr(option)) from error
 
 
 def _type_of(setting: Setting) -> Any:

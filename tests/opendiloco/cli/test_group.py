@@ -142,7 +142,9 @@ def test_what_is_misspelled_is_answered_with_what_is_spelled_alike(typed: list[s
 def test_wrong_usage_has_its_exit_code(arguments: list[str]) -> None:
     done = CliRunner().invoke(group.main, arguments)
     assert done.exit_code == 2
-    assert "Error: " in done.stderr
+    [line] = done.stderr.splitlines()
+    assert line.startswith("error: ")
+    assert line.endswith(" --help`.")
     assert isinstance(done.exception, SystemExit), "not with a traceback"
 
 

@@ -118,11 +118,11 @@ def test_a_file_that_is_named_has_to_be_there(tmp_path: Path) -> None:
     ("arguments", "said"),
     [
         (["--keep", "-1"], "--keep"),
-        (["--track", "nothing"], "Invalid value for '--track': nothing: 'nothing' is neither tensorboard:FOLDER"),
+        (["--track", "nothing"], "Invalid value for '--track': 'nothing' is neither tensorboard:FOLDER"),
         (["--max-memory", "1e300"], "'--max-memory': 1e+300"),
         (
             ["--team", " a "],
-            "Invalid value for '--team':  a : ' a ' is not a valid name of a team or peer: give 1 to 32 printable",
+            "Invalid value for '--team': ' a ' is not a valid name of a team or peer: give 1 to 32 printable",
         ),
         (
             ["--data", "/no/such/folder"],
