@@ -84,16 +84,14 @@ class Checkpointer:
             outcome = OUTCOMES.get(status, "not_saved")
             CHECKPOINTS.labels(outcome).inc()
             name = f"the checkpoint of outer step {state.index}"
-            before, self._cause = (
-                self._cause,
-                None if status in (SAVED, NOT_SENT) else report.replace(job.path.name, ""),
-            )
+            is_written = status in (SAVED, NOT_SENT)
+            before, self._cause = self._cause, None if is_written else report.replace(job.path.name, "")
             if outcome == "saved":
                 logger.info("%s is saved: %s", name, report)
                 self.on_saved()
             elif self._cause is None or self._cause != before:
                 logger.warning("%s failed: %s", name, report or f"its process ended with {status}")
-            if self.workers is not None and self._plan.moments != "none" and status in (SAVED, NOT_SENT):
+            if self.workers is not None and self._plan.moments != "none" and is_written:
                 await self._keep_moments(self.workers, state.index)
 
     async def _keep_moments(self, workers: Supervisor, index: int) -> None:
