@@ -36,8 +36,8 @@ def test_the_other_command_that_uses_the_key_is_named(tmp_path: Path) -> None:
     path, program = tmp_path / "key.pem", tmp_path / "diloco-peer"
     load_identity(path)
     program.write_text("import fcntl, sys; fcntl.flock(key := open(sys.argv[2]), fcntl.LOCK_EX); print(); input()")
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    with subprocess.Popen([sys.executable, str(program), "follow", str(path)], **pipes) as other:
+    command = [sys.executable, str(program), "follow", str(path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
         assert other.stdout is not None
         other.stdout.readline()  # waits until it holds the key
         named = rf"in use by `diloco-peer follow` \(process {other.pid}\).* Wait until that ends, or end it.* ticket"
