@@ -28,3 +28,12 @@ def is_our_turn(me: str, log: LogState, section: EvaluationSection) -> bool:
 def bits_per_byte(loss: float, bytes_per_token: float) -> float:
     """Return a loss in nats per token as bits per byte of text, which can be compared between tokenizers."""
     return loss / math.log(2) / bytes_per_token
+
+
+LARGEST_EXPONENT = 100.0  # largest exponent of a perplexity that is shown, so that the perplexity stays finite
+
+
+def loss_in_words(loss: float, bits: float | None) -> str:
+    """Return a held-out loss as text with its perplexity and, unless they are unknown, its `bits` per byte."""
+    in_bits = "" if bits is None else f", {bits:.3f} bits per byte"
+    return f"{loss:.3f} (perplexity {math.exp(min(loss, LARGEST_EXPONENT)):,.1f}{in_bits})"

@@ -123,6 +123,7 @@ def export(out: Path | None, push_to: str | None, dtype: Dtype, **where: Any) ->
     """Write a run's model, from its peers or from a checkpoint, as a transformers model."""
     import asyncio
 
+    from opendiloco.evaluation_turns import loss_in_words
     from opendiloco.storage.remote import Remote, push_folder, without_secrets
     from opendiloco.volunteer.states import export_state, new_folder
 
@@ -145,9 +146,8 @@ def export(out: Path | None, push_to: str | None, dtype: Dtype, **where: Any) ->
             push_folder(folder, push_to)
     places = " and ".join(str(each) for each in (out, push_to and without_secrets(push_to)) if each is not None)
     click.echo(f"wrote the model after {facts.outer_steps} outer steps and {facts.tokens:,} tokens to {places}")
-    bits = "" if facts.bits_per_byte is None else f", {facts.bits_per_byte:.4f} bits per byte"
     if facts.held_out_loss is not None:
-        click.echo(f"held-out loss: {facts.held_out_loss:.4f} nats per token{bits}")
+        click.echo(f"held-out loss: {loss_in_words(facts.held_out_loss, facts.bits_per_byte)}")
 
 
 def _commands(place: _Place, run: Run, past: History, dtype: Dtype) -> str:

@@ -229,7 +229,7 @@ async def _use_model(
     the model; an export without --evaluate has no loss, so return None."""
     import asyncio
 
-    from opendiloco.evaluation_turns import bits_per_byte
+    from opendiloco.evaluation_turns import bits_per_byte, loss_in_words
     from opendiloco.volunteer.states import command_line, export_state, run_options, warn_of_other_text
 
     loss: float | None
@@ -244,8 +244,7 @@ async def _use_model(
         again = command_line("follow", run_options(run), words, "--export", "models", "--until", str(reached.index))
         facts = await export_state(run, past(), model, made, again)
         loss, bits, place = facts.held_out_loss, facts.bits_per_byte, await asyncio.to_thread(_deliver, made, plan)
-    found = [] if loss is None else [f"held-out loss {loss:.4f} nats per token"]
-    found += [] if bits is None else [f"{bits:.4f} bits per byte"]
+    found = [] if loss is None else [f"held-out loss {loss_in_words(loss, bits)}"]
     found += [] if place is None else [f"the model is in {place}"]
     text = f": {', '.join(found)}"
     _show(plan.as_json, reached.index, text, event="model", held_out_loss=loss, bits_per_byte=bits, place=place)

@@ -135,7 +135,8 @@ def _find_log(run: str | None, folder: Path | None) -> Path:
             "archive, give --folder ARCHIVE/RUN."
         )
     if len(logs) > 1:
-        raise click.UsageError(f"there are several logs: choose one with --folder FOLDER: {', '.join(map(str, logs))}")
+        folders = ", ".join(str(path.parent) for path in logs)
+        raise click.UsageError(f"there are several logs: choose one with --folder FOLDER: {folders}")
     return logs[0]
 
 

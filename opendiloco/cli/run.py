@@ -248,7 +248,7 @@ def _next_lines(run: Run, invite: Invite, manifest: Path, identity: Path | None)
         yield "Each PATH is a copy, on that machine, of this machine's model or tokenizer."
     if folders:
         each = "Each FOLDER" if len(folders) > 1 else "FOLDER"
-        yield f"{each} is a copy, on that machine, of this machine's text in {', '.join(folders)}."
+        yield f"{each} is a folder or file, on that machine, with a copy of the text in {', '.join(folders)}."
     if is_here:
         yield "For other machines, create the run with an --initial-peer address that they can reach."
     if is_by_invitation:

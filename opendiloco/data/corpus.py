@@ -363,12 +363,10 @@ TABLE_BYTES = 1 << 24  # least bytes of rows in each table but the last; more, s
 PIECE_BYTES, PARQUET_GROWTH = 1 << 30, 1000
 """A Parquet file's rows may take PIECE_BYTES plus PARQUET_GROWTH times the file's bytes. A file of another format that
 is read as a whole may have PIECE_BYTES, uncompressed."""
-LONGEST_LINE = 1 << 28
-"""Most bytes or characters of a line."""
+LONGEST_LINE = 1 << 28  # most bytes or characters of a line
+NOT_TEXT = "It has NUL bytes, so it is not text, but binary data or UTF-16: remove it, or convert it with iconv."
 MOST_NOT_UTF8 = 0.01  # largest share of a JSON file's lines, 0 to 1, that may be skipped because they are not UTF-8
-_NOT_UTF8 = object()
-LINES_AT_ONCE = 1 << 23
-"""Bytes of a JSON file that are read at once."""
+LINES_AT_ONCE = 1 << 23  # bytes of a JSON file that are read at once
 
 
 def _open_builder(section: SourceSection, chosen: Sequence[Path] = ()) -> Any:
@@ -511,12 +509,13 @@ def _json_tables(
     rows, broken, keys = 0, 0, dict[str, None]()
     for number, files in enumerate(files_iterables):
         for file in files:
-            in_file, other, wrong = 0, list[int](), list[int]()
+            in_file, other, wrong, has_nul = 0, list[int](), list[int](), False
             with xopen(file, "rb", download_config=DownloadConfig(token=False)) as opened:
                 for place, lines in enumerate(_json_rows(opened)):
                     numbered = [(at, line) for at, line in lines if isinstance(line, dict)]
-                    other += [at for at, line in lines if line is _NOT_UTF8]
-                    wrong += [at for at, line in lines if line is not _NOT_UTF8 and not isinstance(line, dict)]
+                    other += [at for at, line in lines if isinstance(line, bytes)]
+                    has_nul |= any(isinstance(line, bytes) and b"\0" in line for _, line in lines)
+                    wrong += [at for at, line in lines if not isinstance(line, bytes | dict)]
                     in_file += len(lines)
                     broken += len(lines) - len(numbered)
                     if not numbered or not (rows or any(section.column in line for _, line in numbered)):
@@ -537,7 +536,8 @@ def _json_tables(
             if other:
                 where = f"{_plain_name(file)} is not UTF-8: line {other[0]} first, {len(other)} of {in_file} lines"
                 if len(other) > MOST_NOT_UTF8 * in_file:
-                    raise DataError(f"{where}.", "Convert the file with iconv, such as `iconv -f LATIN1 -t UTF-8`.")
+                    remedy = "Convert the file with iconv, such as `iconv -f LATIN1 -t UTF-8`."
+                    raise DataError(f"{where}.", NOT_TEXT if has_nul else remedy)
                 logger.warning("skipped lines of a file, because %s; convert the file with iconv", where)
             if wrong:
                 where = f"{_plain_name(file)}: row {wrong[0]} first, {len(wrong)} of {in_file} rows"
@@ -553,7 +553,7 @@ def _json_tables(
 
 def _json_rows(file: Any) -> Iterator[list[tuple[int, Any]]]:
     """Yield lists of pairs (number, value) for the lines of a JSON file, or for the items of its one list. The value is
-    None for a line that is not JSON, and `_NOT_UTF8` for a line that is not UTF-8. Raises: _TooLongError."""
+    None for a line that is not JSON, and the line's bytes if it is not UTF-8. Raises: _TooLongError."""
     begun, first = file.read(LINES_AT_ONCE).removeprefix(codecs.BOM_UTF8), 1
     if begun.lstrip().startswith(b"["):
         whole = begun + file.read(max(PIECE_BYTES + 1 - len(begun), 0))
@@ -580,7 +580,7 @@ def _json_value(line: bytes) -> Any:
     try:
         return json.loads(line)
     except (ValueError, RecursionError) as error:
-        return _NOT_UTF8 if isinstance(error, UnicodeDecodeError) else None
+        return line if isinstance(error, UnicodeDecodeError) else None
 
 
 def _parquet_tables(

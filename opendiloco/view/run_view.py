@@ -6,7 +6,6 @@ change the outer step that is shown.
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -15,7 +14,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from opendiloco.config.run_config import RunConfig
-from opendiloco.evaluation_turns import bits_per_byte
+from opendiloco.evaluation_turns import bits_per_byte, loss_in_words
 from opendiloco.quantities import counted
 from opendiloco.run import Run
 from opendiloco.view.amended import Amended, outer_steps_in_force
@@ -251,7 +250,6 @@ STYLES = {
     PeerState.AVERAGING: "magenta",
     PeerState.LEAVING: "red",
 }
-LARGEST_EXPONENT = 100.0  # largest exponent of a perplexity that is shown, so that the perplexity stays finite
 
 
 @dataclass(frozen=True)
@@ -301,11 +299,8 @@ def held_out_lines(view: RunView, bytes_per_token: float | None = None) -> list[
     if not view.held_out:
         return []
     found = view.held_out[-1]
-    perplexity = math.exp(min(found.loss, LARGEST_EXPONENT))
-    details = f"perplexity {perplexity:,.1f}"
-    if bytes_per_token is not None:
-        details += f", {bits_per_byte(found.loss, bytes_per_token):.3f} bits per byte"
-    return [f"held-out loss {found.loss:.3f} ({details}) after outer step {found.index}"]
+    bits = None if bytes_per_token is None else bits_per_byte(found.loss, bytes_per_token)
+    return [f"held-out loss {loss_in_words(found.loss, bits)} after outer step {found.index}"]
 
 
 def plain_line(row: PeerRow) -> str:

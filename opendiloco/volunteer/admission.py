@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from opendiloco.errors import MachineError
+from opendiloco.errors import MachineError, SettingsError
 from opendiloco.run import Run
 from opendiloco.storage.run_folder import RunFolder
 from peers.errors import AdmissionError, RemoteProtocolError, quoted
@@ -199,7 +199,7 @@ class IssuedTickets:
         """Sign, store and return a list of revoked tickets: those with these `ids`, those in this machine's newest
         list, and those in the list that the run has `published`.
 
-        Raises: AdmissionError, MachineError.
+        Raises: AdmissionError, SettingsError, MachineError.
         """
         before = [one for one in (self.revocations, published) if one is not None]
         number = max((one.number for one in before), default=0) + 1
@@ -238,8 +238,8 @@ def _readable(path: Path) -> Iterator[bytes | None]:
 
 
 def _id(text: str) -> bytes:
-    """Return a ticket's id as bytes. Raises: AdmissionError if `text` is no such id in hexadecimal."""
+    """Return a ticket's id as bytes. Raises: SettingsError if `text` is no such id in hexadecimal."""
     with suppress(ValueError):
         if len(found := bytes.fromhex(text)) == ID_BYTES:
             return found
-    raise AdmissionError(f"{quoted(text, 40)} is not the id of a ticket.", "`invite list` shows them.")
+    raise SettingsError(f"{quoted(text, 40)} is not the id of a ticket.", "`invite list` shows them.")

@@ -12,6 +12,8 @@ from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import psutil
+
 from peers.errors import CopiedKeyError, DilocoPeerError, IdentityFileError, InUseError
 from peers.presence.heartbeat import Heartbeat
 from peers.values.identity import Identity
@@ -69,10 +71,22 @@ def hold_identity(path: Path | None) -> Iterator[Identity]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise InUseError(
-                f"the identity {path} is in use by another diloco-peer on this machine.",
-                "Give this one its own: --identity other.pem (it is made if it does not exist).",
+                f"the identity {path} is in use by {_user_of(path)} on this machine.",
+                "Wait until that ends, or end it. A key of its own (--identity other.pem, made if it does not exist) "
+                "makes this another peer, which a run by invitation admits only with its own ticket.",
             ) from error
         yield identity
+
+
+def _user_of(path: Path) -> str:
+    """Return the command and the id of another process of this user that has the file `path` open."""
+    for process in psutil.process_iter(["cmdline", "open_files"]):
+        if process.pid != os.getpid() and any(
+            file.path == str(path.resolve()) for file in process.info["open_files"] or ()
+        ):
+            program, *words = process.info["cmdline"][1:3] or [process.name()]
+            return f"`{' '.join((Path(program).name, *words))}` (process {process.pid})"
+    return "another process"
 
 
 LOOK = 0.5  # while this machine starts, seconds between two checks for another machine with its key

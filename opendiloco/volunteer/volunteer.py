@@ -9,8 +9,8 @@ import asyncio
 import logging
 import math
 import shlex
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import ExitStack, asynccontextmanager, contextmanager, nullcontext
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -39,7 +39,7 @@ from opendiloco.workers.supervisor import Supervisor
 from opendiloco.workers.trackers import tracking
 from peers import metrics
 from peers.driver.driver import Driver
-from peers.errors import DilocoPeerError, InUseError, LocalNetworkError
+from peers.errors import DilocoPeerError, LocalNetworkError
 from peers.log.folder import LogFolder, RunLog
 from peers.log.state import LogState
 from peers.log.votes import VotesFile
@@ -505,20 +505,8 @@ async def reading(invite: Invite, identity: Path | None) -> AsyncIterator[tuple[
             if not run.manifest.is_by_invitation:
                 yield run, transport
                 return
-    with _held_to_read(identity) as key:
+    with hold_identity(identity) as key:
         async with connected(key, invite.addresses) as transport:
             run = await find_run(transport, invite.run_id)
             await enter(transport, run, key, invite.addresses, RunFolder.at(run.run_id, key.peer_id))
             yield run, transport
-
-
-@contextmanager
-def _held_to_read(path: Path | None) -> Iterator[Identity]:
-    """Yield the identity as `hold_identity` does. If another process uses it, the InUseError does not advise to use a
-    new key, which the run would not admit, but to end that process."""
-    with ExitStack() as stack:
-        try:
-            key = stack.enter_context(hold_identity(path))
-        except InUseError as error:
-            raise InUseError(error.message, "End that one first, or export its checkpoints with --from.") from error
-        yield key

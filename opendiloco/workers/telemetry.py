@@ -15,7 +15,7 @@ from typing import Any
 from prometheus_client import Gauge, Info
 
 from opendiloco.config.run_config import RunConfig
-from opendiloco.evaluation_turns import bits_per_byte
+from opendiloco.evaluation_turns import bits_per_byte, loss_in_words
 from opendiloco.model.utilisation import peak_tokens_per_second
 from opendiloco.workers.control import Configured, InnerLoopDone, InnerStepDone
 from opendiloco.workers.options import WorkerOptions
@@ -163,10 +163,9 @@ class Telemetry:
         """Record a held-out loss of theta that this machine has computed: in a log line, in the trackers and, as bits
         per byte, in a gauge. `is_runs_text` is false if the text is not the run's."""
         bits = self.heard(held_out, "held_out" if is_runs_text else "own_held_out")
-        in_bits = "" if bits is None else f" ({bits:.4f} bits per byte)"
         BITS_PER_BYTE.set(math.nan if bits is None else bits)
         other = "" if is_runs_text else ", on another text than the run's, so other machines' losses do not compare"
-        logger.info("held-out loss %.4f%s after outer step %d%s", held_out.loss, in_bits, held_out.index, other)
+        logger.info("held-out loss %s after outer step %d%s", loss_in_words(held_out.loss, bits), held_out.index, other)
 
     def heard(self, held_out: HeldOutLoss, kind: str = "held_out") -> float | None:
         """Record a held-out loss, by default one that another peer has computed, in the trackers. Return the loss in

@@ -255,7 +255,6 @@ class Worker:
             reduces_once=command.options.reduces_once,
             optimizer_state=command.options.optimizer_state,
         )
-        at_stage("trying how many windows fit")
         self._replica.micro_batch = self._choose_micro_batch()
         self._vectors = SharedVectors(command.memory, self._replica.layout.size)
         pin(self._vectors.both, device)
@@ -309,6 +308,9 @@ class Worker:
         from opendiloco.training.trials import fitting_micro_batch
 
         piece = self._team.largest_piece(self._config.training.batch_size)
+        if not self._options.reads:
+            return 1  # no windows are computed
+        at_stage("trying how many windows fit")
         if self._options.micro_batch is not None:
             return min(self._options.micro_batch, piece)
         most = min(self._config.training.micro_batch or piece, piece)

@@ -343,7 +343,7 @@ def test_a_signal_ends_it(
 def test_every_nth_state_is_evaluated(recorded: RecordedRun) -> None:
     result = follow(recorded, "--until", ENTRIES, "--every", 2, "--evaluate")
     assert [line for line in result.stdout.splitlines() if "loss" in line] == [
-        f"outer step {index}: held-out loss 2.5000 nats per token, 1.2500 bits per byte" for index in (2, 4)
+        f"outer step {index}: held-out loss 2.500 (perplexity 12.2, 1.250 bits per byte)" for index in (2, 4)
     ]
 
 

@@ -11,7 +11,9 @@ from click.testing import CliRunner, Result
 
 from opendiloco.cli import main
 from opendiloco.config.run_config import RunConfig
+from opendiloco.errors import SettingsError
 from opendiloco.run import Run
+from opendiloco.volunteer.admission import IssuedTickets
 from peers.values.identity import Identity
 from peers.values.tickets import Ticket, check_ticket
 
@@ -89,6 +91,12 @@ def test_what_is_refused(party: Desk, tmp_path: Path) -> None:
         done = party.invite(*arguments)
         assert done.exit_code == code, (arguments, done.output)
         assert reason in " ".join(done.stderr.split())
+
+
+def test_a_malformed_id_is_a_wrong_argument_and_no_refused_admission(party: Desk, tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match="'deadbeef' is not the id of a ticket") as caught:
+        IssuedTickets("party", "12D3KooW", tmp_path).revoke(["deadbeef"], Identity.generate())
+    assert caught.value.exit_code == 2
 
 
 def test_an_open_run_needs_none(small_config: RunConfig, tmp_path: Path) -> None:

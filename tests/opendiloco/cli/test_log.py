@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -160,6 +161,14 @@ def test_show_prints_a_line_per_entry(folder: RunFolder, recorded: RecordedRun) 
         f"entry 3, peers 2, tokens 256, in all 1,024, payload {header.payload.hex()[:8]}, "
         f"header {header.digest.hex()[:8]}, state {state.hex()[:8]}, in force -"
     )
+
+
+def test_several_logs_are_named_as_the_folders_to_choose_from(folder: RunFolder, recorded: RecordedRun) -> None:
+    shutil.copytree(folder.path, other := folder.path.with_name("second"))
+    refused = log("show", "--run", recorded.run.run_id)
+    assert refused.exit_code == 2
+    assert "".join(refused.stderr.split()).endswith(f"--folderFOLDER:{folder.path},{other}")
+    assert log("show", "--folder", other).exit_code == 0
 
 
 def test_show_prints_json(folder: RunFolder, recorded: RecordedRun) -> None:

@@ -45,12 +45,12 @@ def test_whoever_joins_names_a_folder_for_each_local_source(small_content: dict[
     source = small_content["data"]["source"]
     assert said(small_content)[1:] == [
         "  diloco-peer join --run INVITE --data FOLDER",
-        f"FOLDER is a copy, on that machine, of this machine's text in {source}.",
+        f"FOLDER is a folder or file, on that machine, with a copy of the text in {source}.",
     ]
     several = {"sources": [{"source": source, "weight": 1.0}, {"source": "/other", "weight": 1.0}]}
     assert said(small_content | {"data": several})[1:] == [
         "  diloco-peer join --run INVITE --data FOLDER --data FOLDER",
-        f"Each FOLDER is a copy, on that machine, of this machine's text in {source}, /other.",
+        f"Each FOLDER is a folder or file, on that machine, with a copy of the text in {source}, /other.",
     ]
 
 

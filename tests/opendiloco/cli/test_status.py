@@ -107,6 +107,12 @@ def test_programs_hear_that_nothing_could_be_compared(
     assert ("add --watch to look longer" in capsys.readouterr().out) == (agree is None)
 
 
+def test_a_peer_alone_is_not_compared(run: Run) -> None:
+    seen = [beat("a", 5, 5), beat("b", 5, 5).model_copy(update={"state": PeerState.ARCHIVING})]
+    lines = [str(part) for part in module._picture(RunView(run, seen), SignedHeads(run.run_id), {}).renderables]
+    assert lines[-1] == "fewer than two peers train now: nothing to compare"
+
+
 @pytest.mark.parametrize("said", ["[/red] is no tag", "[link=https://evil.example]all is well[/link]"])
 def test_a_peers_words_are_shown_as_text_only(run: Run, said: str) -> None:
     """Regression: one bracket ended `status` for everybody, and a peer could put links on their terminals."""

@@ -274,6 +274,12 @@ def test_rows_that_are_not_utf8_are_named(
     assert "not JSON objects" not in caplog.text
 
 
+def test_binary_data_is_not_called_text_of_another_encoding(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(b'{"text": "a"}\n\xff\xfa\x00\x93\n')
+    with pytest.raises(DataError, match=r"line 2 first, 1 of 2 lines.* It has NUL bytes, so it is not text"):
+        texts(source(tmp_path))
+
+
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16"])
 def test_a_byte_order_mark_names_the_encoding_and_is_no_text(tmp_path: Path, encoding: str) -> None:
     (tmp_path / "a.txt").write_bytes("zwölf".encode(encoding))

@@ -84,6 +84,14 @@ def test_a_worker_compiles_again_after_a_size_that_did_not_work(
     assert (tried[0], sizes) == (compiled + 1, [2])
 
 
+def test_a_worker_that_computes_no_windows_tries_none(small_config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trials, "fitting_micro_batch", lambda *_: pytest.fail("it tries how many windows fit"))
+    memory = create_memory_file()
+    reserve(memory, initial_theta(small_config).size)
+    command = configure(small_config, memory, fresh=False, trains=False, reads=False)
+    assert Worker(command, ControlChannel(socket.socketpair()[0])).description.micro_batch == 1
+
+
 @pytest.mark.parametrize(("tf32", "precision"), [(True, "high"), (False, "highest")])
 def test_a_worker_multiplies_as_precisely_as_its_owner_says(
     small_config: RunConfig, tf32: bool, precision: str

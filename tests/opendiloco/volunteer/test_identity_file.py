@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from opendiloco.volunteer.identity import _default_path, hold_identity, load_identity
-from peers.errors import LocalNetworkError
+from peers.errors import InUseError, LocalNetworkError
 
 
 def test_the_same_peer_at_every_start(tmp_path: Path) -> None:
@@ -21,13 +23,27 @@ def test_the_same_peer_at_every_start(tmp_path: Path) -> None:
 def test_only_one_at_a_time(tmp_path: Path) -> None:
     with hold_identity(tmp_path / "key.pem"):
         with (
-            pytest.raises(LocalNetworkError, match=r"in use .* --identity other.pem"),
+            pytest.raises(LocalNetworkError, match=r"in use by another process .*--identity other.pem"),
             hold_identity(tmp_path / "key.pem"),
         ):
             pass
         with hold_identity(tmp_path / "other.pem"):
             pass
         load_identity(tmp_path / "key.pem")  # signing is no matter of being there
+
+
+def test_the_other_command_that_uses_the_key_is_named(tmp_path: Path) -> None:
+    path, program = tmp_path / "key.pem", tmp_path / "diloco-peer"
+    load_identity(path)
+    program.write_text("import fcntl, sys; fcntl.flock(key := open(sys.argv[2]), fcntl.LOCK_EX); print(); input()")
+    command = [sys.executable, str(program), "follow", str(path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None
+        other.stdout.readline()  # waits until it holds the key
+        named = rf"in use by `diloco-peer follow` \(process {other.pid}\).* Wait until that ends, or end it.* ticket"
+        with pytest.raises(InUseError, match=named), hold_identity(path):
+            pass
+        other.communicate(b"\n")
 
 
 def test_the_default_is_in_the_users_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -126,7 +126,7 @@ def test_losses_are_told_in_bits_per_byte_where_the_text_is_known(caplog: pytest
     with caplog.at_level(logging.INFO):
         telemetry.evaluated(HeldOutLoss(index=3, loss=4 * math.log(2)))
         telemetry.heard(HeldOutLoss(index=4, loss=2 * math.log(2)))
-    assert caplog.messages == ["held-out loss 2.7726 (1.0000 bits per byte) after outer step 3"]
+    assert caplog.messages == ["held-out loss 2.773 (perplexity 16.0, 1.000 bits per byte) after outer step 3"]
     assert REGISTRY.get_sample_value("diloco_peer_held_out_bits_per_byte") == pytest.approx(1)
     assert [step for step, _ in tracker.records] == [30, 40]
     assert [values["held_out/bits_per_byte"] for _, values in tracker.records] == pytest.approx([1.0, 0.5])
