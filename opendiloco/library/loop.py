@@ -130,8 +130,8 @@ class DiLoCo:
 
     Raises: LoopError for a model that cannot be trained this way, IdentityFileError. Entering raises: ManifestError,
     AdmissionError, CopiedKeyError, SwarmUnreachableError, LocalNetworkError, MachineError; it then leaves no thread
-    behind, also when it is interrupted. Later errors are raised by the next inner step, in all processes, and so is a KeyboardInterrupt
-    that Python has lost.
+    behind, also when it is interrupted. Later errors are raised by the next inner step, in all processes, and so is a
+    KeyboardInterrupt that Python has lost.
     """
 
     run: Run
