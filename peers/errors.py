@@ -56,6 +56,12 @@ class IdentityFileError(LocalNetworkError):
     exit_code = 2
 
 
+class FullDiskError(IdentityFileError):
+    """An identity file that cannot be saved because the disk or a quota is full."""
+
+    exit_code = 6
+
+
 class InUseError(LocalNetworkError):
     """A port or identity file that another program on this machine uses, so that a person must choose another one."""
 
@@ -97,4 +103,9 @@ def quoted(text: str, limit: int) -> str:
 
 def remedy_for(error: OSError, otherwise: str) -> str:
     """Return the remedy for a failed write: to free space if the disk or a quota is full, else `otherwise`."""
-    return "Free some space there." if error.errno in (errno.ENOSPC, errno.EDQUOT) else otherwise
+    return "Free some space there." if is_full(error) else otherwise
+
+
+def is_full(error: OSError) -> bool:
+    """Return True if a write failed because the disk or a quota is full."""
+    return error.errno in (errno.ENOSPC, errno.EDQUOT)

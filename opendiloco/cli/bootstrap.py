@@ -184,6 +184,7 @@ def _are_here(addresses: tuple[str, ...]) -> bool:
 def _show_addresses(addresses: tuple[str, ...]) -> None:
     click.echo("\n".join(("This node can be reached at", *(f"  {address}" for address in addresses))))
     where = "this" if _are_here(addresses) else "any"
-    click.echo(f"To start a run, type on {where} machine with torch (the first command writes a small run.toml):")
+    click.echo(f"To start a run, type on {where} machine, in an environment with torch")
+    click.echo("(the first command writes a small run.toml):")
     click.echo("  diloco-peer run example > run.toml")
     click.echo(f"  diloco-peer run create run.toml --initial-peer {addresses[0]}")

@@ -289,16 +289,23 @@ def _install(system: bool, prints: bool, arguments: tuple[str, ...]) -> None:
     if "DILOCO_RUN" in os.environ:
         raise click.UsageError("DILOCO_RUN is set here, but the unit will not have it: give the run as an argument.")
     within = click.get_current_context().find_root()
-    # `make_context` raises UsageError if `join` or `bootstrap` does not accept the arguments of the unit.
-    checked = group.get_command(within, command).make_context(command, list(given), parent=within)
+    try:
+        checked = group.get_command(within, command).make_context(command, list(given), parent=within)
+    except click.UsageError as error:  # `join` or `bootstrap` does not accept the arguments of the unit
+        error.ctx = click.get_current_context()  # shows the usage of this command
+        raise
     if not system:
         Invite.parse(checked.params["run"])  # raises ManifestError for a wrong invite
     for place in (sys.executable, os.path.realpath(sys.executable), __file__) if system else ():
         if any(Path(place).is_relative_to(folder) for folder in _HIDDEN):
-            raise MachineError(
+            refusal = MachineError(
                 f"the unit's user could not read {place}: nothing below {', '.join(_HIDDEN)}.",
                 "Install diloco-peer elsewhere, such as in a virtual environment /opt/diloco-peer, and run that one.",
             )
+            if not prints:
+                raise refusal
+            click.echo(f"warning: {refusal}", err=True)
+            break
     name = "diloco-bootstrap" if system else "diloco-volunteer"
     folder = Path("/etc/systemd/system") if system else default_settings_path().parents[1] / "systemd" / "user"
     own = f"DynamicUser=yes\nStateDirectory={name}\nWorkingDirectory=%S/{name}\nEnvironment=HOME=%S/{name}"

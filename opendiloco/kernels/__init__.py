@@ -19,14 +19,22 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
 from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from opendiloco._kernels import ffi, lib
 from opendiloco.errors import MachineError
 from peers.errors import DilocoPeerError
+
+try:
+    from opendiloco._kernels import ffi, lib
+except ImportError as error:
+    raise MachineError(
+        f"the C kernels are not built in {Path(__file__).parents[2]}: {error}.",
+        "Run `make venv` there and use .venv/bin/python, or start Python in another folder.",
+    ) from error
 
 
 # Errors ---------------------------------------------------------------------------------------------------------------

@@ -34,6 +34,7 @@ from opendiloco.shared_memory import Vector
 from opendiloco.training.outer import inner_learning_rate_factor
 from opendiloco.training.streaming import FragmentSchedule
 from opendiloco.view.curves import configuration_of
+from opendiloco.volunteer.identity import load_identity
 from opendiloco.volunteer.interrupts import RememberedInterrupt
 from opendiloco.workers.trackers import TrackerSpec, tracking
 from peers.values.identity import Identity
@@ -127,10 +128,10 @@ class DiLoCo:
     The peer takes turns with others to evaluate theta on the run's held-out text, if this machine can read that text,
     and if the model holds all of theta exactly and is called like transformers' models.
 
-    Raises: LoopError for a model that cannot be trained this way. Entering raises: ManifestError, AdmissionError,
-    CopiedKeyError, SwarmUnreachableError, LocalNetworkError, MachineError; it then leaves no thread behind, also when
-    it is interrupted. Later errors are raised by the next inner step, in all processes, and so is a KeyboardInterrupt
-    that Python has lost.
+    Raises: LoopError for a model that cannot be trained this way, IdentityFileError. Entering raises: ManifestError,
+    AdmissionError, CopiedKeyError, SwarmUnreachableError, LocalNetworkError, MachineError; it then leaves no thread
+    behind, also when it is interrupted. Later errors are raised by the next inner step, in all processes, and so is a
+    KeyboardInterrupt that Python has lost.
     """
 
     run: Run
@@ -141,7 +142,7 @@ class DiLoCo:
         inner_optimizer: torch.optim.Optimizer,
         run: str,
         data: Sequence[str | Path] | str | Path = (),
-        identity: Identity | None = None,
+        identity: Identity | str | Path | None = None,
         ticket: str | None = None,
         evaluates: bool = True,
         own: OwnFiles = NONE,
@@ -149,7 +150,8 @@ class DiLoCo:
     ) -> None:
         """Create a peer for the run of the invite `run`. A run by invitation needs a `ticket`: its text, or a file's
         path. `data` names folders that replace the run's local sources, and `own` the local files of its model and
-        tokenizer. If `evaluates`, this peer takes turns with others to evaluate theta. `is_abandoned` returns True if
+        tokenizer. `identity` is the peer's key or its file, which is created if missing; by default each peer has a new
+        key. If `evaluates`, this peer takes turns with others to evaluate theta. `is_abandoned` returns True if
         training ended without an exit from the `with` block of this object; the peer then leaves the run by itself."""
         check_own_model(model)
         self._model = model
@@ -178,9 +180,10 @@ class DiLoCo:
         self._work: InnerLoop | None = None
         self._over_after: int | None = None  # the run's number of outer steps, once the run is over
         self._outer_step: OuterStep | None = None
-        self._swarm = SwarmThread(
-            Invite.parse(run), identity or Identity.generate(), ticket, own, model, is_abandoned, folders
-        )
+        invite = Invite.parse(run)
+        if isinstance(identity, str | Path):
+            identity = load_identity(Path(identity)) if self._ranks.is_first else None
+        self._swarm = SwarmThread(invite, identity or Identity.generate(), ticket, own, model, is_abandoned, folders)
 
     def __enter__(self) -> Self:
         self._until_leaving.enter_context(self._interrupt)

@@ -198,8 +198,9 @@ def parse_addresses(addresses: Sequence[str], needs_peer_id: bool) -> list[Any]:
             raise  # an ImportError means a broken installation, not a malformed address
         except Exception as error:  # the parser raises a dozen kinds of errors for malformed addresses
             example = "/ip4/203.0.113.5/tcp/31337" + ("/p2p/12D3KooW…" if needs_peer_id else "")
+            whole = " If it is an invite's, the invite may be cut off: copy it whole." if needs_peer_id else ""
             raise ManifestError(
-                f"{quoted(address, 200)} is not a multiaddress.", f"It looks like {example}."
+                f"{quoted(address, 200)} is not a multiaddress.", f"It looks like {example}.{whole}"
             ) from error
         parsed.append(multiaddress)
     return parsed

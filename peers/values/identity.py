@@ -20,7 +20,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey,
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, load_pem_private_key
 from pydantic import Field
 
-from peers.errors import IdentityFileError, quoted, remedy_for
+from peers.errors import FullDiskError, IdentityFileError, is_full, quoted, remedy_for
 
 SIGNATURE_BYTES = 64  # bytes of an Ed25519 signature
 KEY_BYTES = 32  # bytes of an Ed25519 public key
@@ -87,7 +87,8 @@ class Identity:
 
         Raises:
             FileExistsError: the file exists.
-            IdentityFileError: the folder is missing, full or not writable.
+            IdentityFileError: the folder is missing or not writable.
+            FullDiskError: the disk or a quota is full.
         """
         pem = self.private_key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
         try:
@@ -105,7 +106,7 @@ class Identity:
             raise
         except OSError as error:
             reason = error.strerror or str(error)
-            raise IdentityFileError(
+            raise (FullDiskError if is_full(error) else IdentityFileError)(
                 f"cannot save the identity file {path}: {reason}.",
                 remedy_for(error, "Name a file in a directory that you may write to."),
             ) from error

@@ -65,7 +65,7 @@ def test_a_node_of_this_machine_is_not_announced(
 @pytest.mark.parametrize(("host", "where"), [("127.0.0.1", "this"), ("192.0.2.1", "any")])
 def test_the_machines_that_can_use_a_node_are_named(host: str, where: str, capsys: pytest.CaptureFixture[str]) -> None:
     _show_addresses((f"/ip4/{host}/tcp/1/p2p/a",))
-    assert f"type on {where} machine with torch" in capsys.readouterr().out
+    assert f"type on {where} machine, in an environment with torch" in capsys.readouterr().out
 
 
 def test_a_bootstrap_node_serves_metrics(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

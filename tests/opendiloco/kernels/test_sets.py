@@ -16,10 +16,17 @@ from opendiloco.errors import MachineError
 from tests.opendiloco.kernels.vectors import encode, normal
 
 
-def chosen_with(name: str) -> subprocess.CompletedProcess[str]:
-    code = "from opendiloco import kernels; print(kernels.chosen_kernels())"
+def chosen_with(name: str, before: str = "") -> subprocess.CompletedProcess[str]:
+    code = f"{before}from opendiloco import kernels; print(kernels.chosen_kernels())"
     environment = {**os.environ, "DILOCO_KERNELS": name}
     return subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=240)
+
+
+def test_a_checkout_in_which_the_kernels_are_not_built_names_the_remedy() -> None:
+    """Regression: a program started in a checkout ended with ModuleNotFoundError alone."""
+    done = chosen_with("", before="import sys; sys.modules['opendiloco._kernels'] = None; ")
+    assert f"the C kernels are not built in {Path(__file__).parents[3]}: " in done.stderr
+    assert "Run `make venv` there and use .venv/bin/python" in done.stderr
 
 
 def test_all_that_the_processor_has_is_there() -> None:

@@ -112,6 +112,16 @@ def test_an_optimizer_of_another_model_is_refused_before_anything_is_joined(monk
     DiLoCo(model, torch.optim.SGD([model.bias]), run="diloco:tiny-1")
 
 
+def test_the_key_may_be_given_as_its_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Regression: a path raised AttributeError after the first contact with the swarm."""
+    monkeypatch.setattr(Invite, "parse", lambda text: Invite("tiny-1", ()))
+    model, file = torch.nn.Linear(3, 2), tmp_path / "me.pem"
+    inner_optimizer = torch.optim.SGD(model.parameters())
+    for identity in (file, str(file), Identity.load_or_create(file)):
+        diloco = DiLoCo(model, inner_optimizer, run="diloco:tiny-1", identity=identity)
+        assert diloco._swarm.identity.peer_id == Identity.load(file).peer_id
+
+
 def test_a_model_in_a_type_that_cannot_be_trained_is_refused_in_one_line() -> None:
     model = torch.nn.Linear(3, 2).to(torch.float8_e4m3fn)
     with pytest.raises(LoopError, match="parameter weight is float8_e4m3fn") as caught:

@@ -6,9 +6,9 @@ import asyncio
 
 import pytest
 
-from peers.errors import OwnAddressError
+from peers.errors import ManifestError, OwnAddressError
 from peers.network import transport
-from peers.network.daemon import _uninterrupted
+from peers.network.daemon import _uninterrupted, parse_addresses
 from peers.network.transport import HivemindTransport
 from peers.values.identity import Identity
 from tests.peers.network.test_throttle import simulate
@@ -34,6 +34,13 @@ def test_a_cancellation_is_raised_once_the_work_is_done() -> None:
         assert done == ["all of it"]
 
     simulate(story())
+
+
+def test_an_address_that_is_cut_off_points_at_the_invite() -> None:
+    address = f"/ip4/192.0.2.1/tcp/1/p2p/{Identity.generate().peer_id}"
+    assert parse_addresses([address], needs_peer_id=True)
+    with pytest.raises(ManifestError, match="the invite may be cut off: copy it whole"):
+        parse_addresses([address[:-1]], needs_peer_id=True)
 
 
 def test_work_that_fails_says_so() -> None:

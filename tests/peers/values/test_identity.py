@@ -42,24 +42,25 @@ def test_saving_never_replaces_a_key(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("number", "remedy"),
+    ("number", "remedy", "code"),
     [
-        (errno.ENOSPC, "Free some space there"),
-        (errno.EDQUOT, "Free some space"),
-        (errno.EROFS, "a directory that you may"),
+        (errno.ENOSPC, "Free some space there", 6),
+        (errno.EDQUOT, "Free some space", 6),
+        (errno.EROFS, "a directory that you may", 2),
     ],
 )
 def test_a_key_that_cannot_be_saved_has_the_remedy_of_its_cause(
-    number: int, remedy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    number: int, remedy: str, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Regression: on a full disk, a directory was asked for in which one may write."""
+    """Regression: on a full disk, a directory was asked for in which one may write, and the exit code was 2."""
 
     def fail(descriptor: int) -> None:
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(os, "fsync", fail)
-    with pytest.raises(LocalNetworkError, match=remedy):
+    with pytest.raises(LocalNetworkError, match=remedy) as refused:
         Identity.load_or_create(tmp_path / "peer.pem")
+    assert refused.value.exit_code == code
     assert os.listdir(tmp_path) == []
 
 
