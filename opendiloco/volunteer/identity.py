@@ -80,11 +80,11 @@ def hold_identity(path: Path | None) -> Iterator[Identity]:
 
 def _user_of(path: Path) -> str:
     """Return the command and the id of another process of this user that has the file `path` open."""
-    for process in psutil.process_iter(["cmdline", "open_files"]):
+    for process in psutil.process_iter(["name", "cmdline", "open_files"]):
         if process.pid != os.getpid() and any(
             file.path == str(path.resolve()) for file in process.info["open_files"] or ()
         ):
-            program, *words = process.info["cmdline"][1:3] or [process.name()]
+            program, *words = process.info["cmdline"][1:3] or [process.info["name"]]
             return f"`{' '.join((Path(program).name, *words))}` (process {process.pid})"
     return "another process"
 
