@@ -72,11 +72,11 @@ def check_available(what: str, needed: int) -> None:
     available = available_memory()
     if needed > available:
         raise MachineError(
-            f"{what}: {needed / 2**20:.0f} MiB are needed, {available / 2**20:.0f} MiB are free.", remedy_for(needed)
+            f"{what}: {needed / 2**20:.0f} MiB are needed, {available / 2**20:.0f} MiB are free.", memory_remedy(needed)
         )
 
 
-def remedy_for(needed: int) -> str:
+def memory_remedy(needed: int) -> str:
     """Return the remedy, as text for the owner, if `needed` bytes of memory are not available."""
     if _cap is None or needed > _free_memory():
         return MORE_MEMORY

@@ -88,7 +88,7 @@ def test_a_peer_that_comes_during_a_flood_is_found_by_whoever_looks_for_some_sec
 def test_those_that_the_manifest_names_are_found_whoever_came_before(scene: Scene) -> None:
     """An organiser's peer, or an archive that the run names, from when it first stores."""
     for node in scene.nodes:
-        node.name(KEY, {"archive"})
+        node.protect(KEY, {"archive"})
     scene.flood(2 * RECORDS)
     looks = ["archive" in found for found in scene.live(3 * PERIOD, ["archive"], made_up=RECORDS)]
     assert all(looks[PERIOD:])

@@ -18,7 +18,7 @@ from opendiloco.errors import MachineError
 from opendiloco.gpus import INSTALL_TORCH, INSTALL_TORCHAO, Cards, read_cards, unusable
 from opendiloco.owner.facts import GpuState, is_on_battery, read_gpus, read_sensors
 from opendiloco.quantities import OptimizerState, in_words
-from opendiloco.shared_memory import available_memory, remedy_for
+from opendiloco.shared_memory import available_memory, memory_remedy
 from opendiloco.storage.run_folder import default_state_folder
 from opendiloco.tools.doctor.findings import Finding, Value, Verdict, failed, passed, skipped, warned
 from opendiloco.tools.doctor.torch_probe import Gpu, Torch, installed_torch, probed_torch
@@ -236,13 +236,13 @@ def check_memory(gpus: Sequence[Gpu] = (), needs: Needs | None = None) -> Findin
     found, values = f"{in_words(free)} of main memory free", {"free": free}
     if needs is None:
         if free < LITTLE_MEMORY:
-            remedy = f"The smallest run takes about 2 GB. {remedy_for(LITTLE_MEMORY)}"
+            remedy = f"The smallest run takes about 2 GB. {memory_remedy(LITTLE_MEMORY)}"
             return warned("memory", found, remedy, **values)
         return passed("memory", found, **values)
     needed = needs.main_memory if gpus else needs.main_memory_on_cpu
     found, values = f"{found}; the run needs {in_words(needed)}", values | {"needed": needed}
     if free < needed:
-        return failed("memory", found, remedy_for(needed), **values)
+        return failed("memory", found, memory_remedy(needed), **values)
     if gpus:
         least, each = min(gpu.free for gpu in gpus), needs.device_memory
         found = f"{found}; each GPU needs {in_words(each)} and activations, and has {in_words(least)} free"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -163,14 +162,6 @@ def test_show_prints_a_line_per_entry(folder: RunFolder, recorded: RecordedRun) 
     )
 
 
-def test_several_logs_are_named_as_the_folders_to_choose_from(folder: RunFolder, recorded: RecordedRun) -> None:
-    shutil.copytree(folder.path, other := folder.path.with_name("second"))
-    refused = log("show", "--run", recorded.run.run_id)
-    assert refused.exit_code == 2
-    assert "".join(refused.stderr.split()).endswith(f"--folderFOLDER:{folder.path},{other}")
-    assert log("show", "--folder", other).exit_code == 0
-
-
 def test_show_prints_json(folder: RunFolder, recorded: RecordedRun) -> None:
     for place in (folder.path, folder.log):
         [shown] = json.loads(log("show", "--folder", place, "--json", "--last", 1).stdout)
@@ -217,7 +208,7 @@ def test_which_log(folder: RunFolder, recorded: RecordedRun, tmp_path: Path) -> 
     LogFolder.open(second.log, recorded.empty_log, BLOCK_BYTES)
     result = log("show", "--run", run_id)
     assert result.exit_code == 2
-    assert f"choose one with --folder FOLDER: {folder.log}, {second.log}" in result.stderr
+    assert f"choose one with --folder FOLDER: {folder.path}, {second.path}" in result.stderr
     assert verify(second) == []
 
 

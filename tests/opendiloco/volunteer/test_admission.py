@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from opendiloco.errors import SettingsError
 from opendiloco.volunteer import admission as module
 from opendiloco.volunteer.admission import TICKET_FILE, IssuedTickets, _show_ticket, read_ticket, wait_for_refusal
 from peers.errors import AdmissionError
@@ -139,5 +140,5 @@ class TestGivenTickets:
     @pytest.mark.parametrize("text", ["zzzz", "35b9", "00" * 9, ""])
     def test_what_is_no_tickets_id_is_not_revoked(self, tmp_path: Path, text: str) -> None:
         """Regression: a part of one was signed, and then seemed to be a bug."""
-        with pytest.raises(AdmissionError, match="is not the id of a ticket"):
+        with pytest.raises(SettingsError, match="is not the id of a ticket"):
             IssuedTickets(RUN, ORGANISER.peer_id, tmp_path).revoke([text], ORGANISER)

@@ -298,7 +298,7 @@ MANY = [[0, 1]] * (MEMBER_LIMIT + 1)
     [
         ([NAME, NOBODY, [], STATE, []], "shares"),
         ([NAME, [MANY, []], [1] * (MEMBER_LIMIT + 1), STATE, []], "members"),
-        ([NAME, [[[0, 3]], [[0, 1, 1, 0]] * (MEMBER_LIMIT + 1)], [1] * 3, STATE, []], "less"),
+        ([NAME, [[[0, 3]], [[0, 1, 1, 0]] * (MEMBER_LIMIT + 1)], [1] * 3, STATE, []], "deviations"),
         ([NAME, ALL, [1] * (MEMBER_LIMIT + 1), STATE, []], "chunks"),
         ([NAME, ALL, [1, 1], STATE, []], "2 parts for 3 members"),
         ([NAME, ALL, [1, 1, -1], STATE, []], "chunks"),

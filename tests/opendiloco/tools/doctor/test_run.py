@@ -190,7 +190,7 @@ def test_memory_is_checked_within_the_owners_limit(config: RunConfig, skeleton: 
     made = Examination(settings, None, Identity.generate(), False, heard.append, lambda what: None)
     try:
         asyncio.run(made._examine_training(None))
-        assert_finding(heard[0], WARN, "raise --max-memory to 2.")
+        assert_finding(heard[0], WARN, "raise --max-memory to ")
         assert_finding(check_memory((), needs_of(config, skeleton)), FAIL, "The program itself uses ")
     finally:
         cap_memory(None)
