@@ -93,9 +93,11 @@ def _examining(path: Path | None) -> Iterator[Identity]:
 
     with ExitStack() as stack:
         key = None
-        if path is not None and path.exists():
+        if path is not None and (
+            os.path.exists(path) or (path.parent.is_dir() and not os.access(path.parent, os.X_OK))
+        ):
             with suppress(InUseError):
-                key = stack.enter_context(reader(path))
+                key = stack.enter_context(reader(path))  # raises IdentityFileError if the file cannot be read
         if path is not None and key is None:
             click.echo(
                 f"{path} is missing or in use: doctor takes a new key, which a run by invitation may refuse. Make the "

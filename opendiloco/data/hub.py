@@ -124,6 +124,7 @@ def downloading(name: str, kind: Literal["model", "dataset"], wanted: Sequence[s
 
     # `datasets` downloads through huggingface_hub, so the files of both kinds are in its cache.
     folder = Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=name, repo_type=kind) / "blobs"
+    before = folder_bytes(folder) if kind == "dataset" else 0  # perhaps of other parts of the data set
     total = _bytes_of(name, kind, wanted) if wanted else None
     stage = f"downloading {name}, as far as it is not here" + (f" ({in_words(total)})" if total else "")
     at_stage(stage)
@@ -134,7 +135,7 @@ def downloading(name: str, kind: Literal["model", "dataset"], wanted: Sequence[s
 
     def watch() -> None:
         while not ended.wait(LOOK_SECONDS):
-            at_stage(stage, min(folder_bytes(folder) / total, 1.0))
+            at_stage(stage, min(max(0, folder_bytes(folder) - before) / total, 1.0))
 
     watching = threading.Thread(target=watch, name="download-watch", daemon=True)
     watching.start()

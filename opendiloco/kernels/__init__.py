@@ -31,6 +31,8 @@ from peers.errors import DilocoPeerError
 try:
     from opendiloco._kernels import ffi, lib
 except ImportError as error:
+    if not (error.name or "").startswith("opendiloco"):  # another package is missing
+        raise
     raise MachineError(
         f"the C kernels are not built in {Path(__file__).parents[2]}: {error}.",
         "Run `make venv` there and use .venv/bin/python, or start Python in another folder.",

@@ -34,7 +34,6 @@ from opendiloco.shared_memory import Vector
 from opendiloco.training.outer import inner_learning_rate_factor
 from opendiloco.training.streaming import FragmentSchedule
 from opendiloco.view.curves import configuration_of
-from opendiloco.volunteer.identity import load_identity
 from opendiloco.volunteer.interrupts import RememberedInterrupt
 from opendiloco.workers.trackers import TrackerSpec, tracking
 from peers.values.identity import Identity
@@ -128,10 +127,10 @@ class DiLoCo:
     The peer takes turns with others to evaluate theta on the run's held-out text, if this machine can read that text,
     and if the model holds all of theta exactly and is called like transformers' models.
 
-    Raises: LoopError for a model that cannot be trained this way, IdentityFileError. Entering raises: ManifestError,
-    AdmissionError, CopiedKeyError, SwarmUnreachableError, LocalNetworkError, MachineError; it then leaves no thread
-    behind, also when it is interrupted. Later errors are raised by the next inner step, in all processes, and so is a
-    KeyboardInterrupt that Python has lost.
+    Raises: LoopError for a model that cannot be trained this way. Entering raises: ManifestError, AdmissionError,
+    IdentityFileError, InUseError, CopiedKeyError, SwarmUnreachableError, LocalNetworkError, MachineError; it then
+    leaves no thread behind, also when it is interrupted. Later errors are raised by the next inner step, in all
+    processes, and so is a KeyboardInterrupt that Python has lost.
     """
 
     run: Run
@@ -180,10 +179,8 @@ class DiLoCo:
         self._work: InnerLoop | None = None
         self._over_after: int | None = None  # the run's number of outer steps, once the run is over
         self._outer_step: OuterStep | None = None
-        invite = Invite.parse(run)
-        if isinstance(identity, str | Path):
-            identity = load_identity(Path(identity)) if self._ranks.is_first else None
-        self._swarm = SwarmThread(invite, identity or Identity.generate(), ticket, own, model, is_abandoned, folders)
+        key = Path(identity) if isinstance(identity, str) else identity or Identity.generate()
+        self._swarm = SwarmThread(Invite.parse(run), key, ticket, own, model, is_abandoned, folders)
 
     def __enter__(self) -> Self:
         self._until_leaving.enter_context(self._interrupt)

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,7 +29,7 @@ from opendiloco.shared_memory import SharedVectors, Vector
 from opendiloco.training.team import peak_memory
 from opendiloco.view.curves import configuration_of
 from opendiloco.volunteer.admission import ask_for_signed_heads, enter, read_ticket
-from opendiloco.volunteer.identity import listen
+from opendiloco.volunteer.identity import hold_identity, listen
 from opendiloco.volunteer.local_workload import TrainerWorkload
 from opendiloco.volunteer.volunteer import Volunteer, connected
 from opendiloco.workers.control import InnerLoopDone, InnerStepDone
@@ -321,14 +321,15 @@ class SwarmThread(threading.Thread):
     def __init__(
         self,
         invite: Invite,
-        identity: Identity,
+        key: Identity | Path,
         ticket: str | None,
         own: OwnFiles,
         model: torch.nn.Module,
         is_abandoned: Callable[[], bool],
         folders: Sequence[Path] = (),
     ) -> None:
-        """Create the thread. The arguments are those of `DiLoCo`, with its `run` parsed as an invite."""
+        """Create the thread. The arguments are those of `DiLoCo`, with its `run` parsed as an invite. If `key` is a
+        file, it is locked while the thread runs."""
         super().__init__(name="diloco-peer", daemon=True)
         self._invite = invite
         self._ticket = None if ticket is None else read_ticket(ticket)
@@ -337,7 +338,8 @@ class SwarmThread(threading.Thread):
         self._is_abandoned = is_abandoned
         self._folders = folders
         self._living: Future[tuple[asyncio.AbstractEventLoop, asyncio.Task[None]]] = Future()
-        self.identity = identity
+        self._key = nullcontext(key) if isinstance(key, Identity) else hold_identity(key)
+        self.identity: Identity
         self.joined: Future[Joined] = Future()
 
     def leave(self) -> None:
@@ -354,7 +356,8 @@ class SwarmThread(threading.Thread):
 
     def run(self) -> None:
         try:
-            asyncio.run(self._begin())
+            with self._key as self.identity:
+                asyncio.run(self._begin())
         except BaseException as error:
             self._living.cancel()
             if self.joined.done():
@@ -395,7 +398,7 @@ class SwarmThread(threading.Thread):
                 await volunteer.take_part()
             finally:
                 watching.cancel()
-                warn_if_in_vain(run.run_id, worker.tokens_trained, tokens_counted)
+            warn_if_in_vain(run.run_id, worker.tokens_trained, tokens_counted)
 
     def worker_of(self, run: Run) -> LoopWorker:
         """Return a worker for the caller's loop, with the run's initial weights. Raises: DataError if the text folders

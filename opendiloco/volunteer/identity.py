@@ -84,7 +84,9 @@ def _user_of(path: Path) -> str:
         if process.pid != os.getpid() and any(
             file.path == str(path.resolve()) for file in process.info["open_files"] or ()
         ):
-            program, *words = process.info["cmdline"][1:3] or [process.info["name"]]
+            words = process.info["cmdline"] or []
+            command = ["diloco-peer", *words[3:4]] if words[1:3] == ["-m", "opendiloco.cli"] else words[1:3]
+            program, *words = command or [process.info["name"]]
             return f"`{' '.join((Path(program).name, *words))}` (process {process.pid})"
     return "another process"
 

@@ -42,7 +42,8 @@ from opendiloco.model.parameters import layout_of
 from opendiloco.run import Run
 from opendiloco.shared_memory import SharedVectors
 from opendiloco.training.reference import Reference
-from peers.errors import ManifestError
+from opendiloco.volunteer.identity import hold_identity
+from peers.errors import InUseError, ManifestError
 from peers.values.identity import Identity
 from peers.values.leases import SampleRange
 from peers.values.manifest import Invite, SignedManifest
@@ -115,11 +116,24 @@ def test_an_optimizer_of_another_model_is_refused_before_anything_is_joined(monk
 def test_the_key_may_be_given_as_its_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Regression: a path raised AttributeError after the first contact with the swarm."""
     monkeypatch.setattr(Invite, "parse", lambda text: Invite("tiny-1", ()))
-    model, file = torch.nn.Linear(3, 2), tmp_path / "me.pem"
-    inner_optimizer = torch.optim.SGD(model.parameters())
+    model, file, peers = torch.nn.Linear(3, 2), tmp_path / "me.pem", list[str]()
+
+    async def begin(thread: swarm_module.SwarmThread) -> None:
+        peers.append(thread.identity.peer_id)
+        raise LoopError("seen enough.", "")
+
+    monkeypatch.setattr(swarm_module.SwarmThread, "_begin", begin)
+
+    def error_with(identity: Identity | Path | str) -> BaseException | None:
+        swarm = DiLoCo(model, torch.optim.SGD(model.parameters()), run="diloco:tiny-1", identity=identity)._swarm
+        swarm.run()
+        return swarm.joined.exception()
+
     for identity in (file, str(file), Identity.load_or_create(file)):
-        diloco = DiLoCo(model, inner_optimizer, run="diloco:tiny-1", identity=identity)
-        assert diloco._swarm.identity.peer_id == Identity.load(file).peer_id
+        assert isinstance(error_with(identity), LoopError)
+    assert peers == 3 * [Identity.load(file).peer_id]
+    with hold_identity(file):
+        assert isinstance(error_with(file), InUseError), "two peers would sign with one key"
 
 
 def test_a_model_in_a_type_that_cannot_be_trained_is_refused_in_one_line() -> None:
