@@ -110,14 +110,17 @@ async def past(volunteers: list[Volunteer], cycles: int) -> None:
 
 
 async def settle(volunteers: list[Volunteer]) -> None:
-    """Let no peer begin to train again, and wait until all are at one place."""
+    """Let no peer begin to train again, and wait until all are at the end of one cycle. There they stay: fewer peers
+    than a round needs have trained."""
     for one in volunteers:
         one.workload.may_train.clear()
-    await wait_until(
-        volunteers,
-        lambda: len({one.index for one in volunteers}) == 1 and all(one.rests for one in volunteers),
-        "all to settle at one position",
-    )
+
+    def have_settled() -> bool:
+        trained = [one for one in volunteers if not one.workload.waits_to_train]
+        at_end = all(one.driver.peer.is_at_cycles_end for one in volunteers)
+        return at_end and len({one.index for one in volunteers}) == 1 and len(trained) < STREAMING.minimum_peers
+
+    await wait_until(volunteers, have_settled, "all to settle at one position")
     assert len(digests_by_position(volunteers)) == 1
 
 

@@ -51,6 +51,7 @@ class VectorWorkload:
         self.base = self.local = theta.copy()
         self.may_train = asyncio.Event()
         self.may_train.set()
+        self.waits_to_train = False
         self.may_go_on = [asyncio.Event() for _ in self.parts]
 
     @property
@@ -61,7 +62,9 @@ class VectorWorkload:
     async def run_inner_loop(
         self, work: InnerLoop, on_progress: Callable[[Progress], None], on_captured: OnCaptured = captures_nothing
     ) -> Trained:
+        self.waits_to_train = True
         await self.may_train.wait()
+        self.waits_to_train = False
         random = np.random.default_rng([work.index, work.samples[0].start])
         noise = random.standard_normal(self.values).astype(np.float32)
         self.base = self.state.theta.copy()
