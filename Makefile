@@ -90,5 +90,5 @@ clean: ## remove what was built, the virtual environment and the caches
 
 $(READY): setup.cfg setup.py pyproject.toml constraints.txt native/build_kernels.py $(wildcard native/*.c native/*.h)
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev,benchmarks]'
+	$(BIN)/python -m pip install --quiet --no-compile -c constraints.txt -e '.[dev,benchmarks]'
 	@touch $@
