@@ -24,7 +24,7 @@ def test_the_commands_of_the_readme(tmp_path: Path) -> None:
             follower.line("no peer trains in the run", "it does not say that it waits")
             with (
                 join(site, invite, "one.pem", "--track", "tensorboard:curves") as first,
-                join(site, invite, "two.pem", "--cpu-workers", "2") as second,
+                join(site, invite, "two.pem") as second,
             ):
                 digest = the_follower_has_seen_it(follower.finish(), site)
                 everybody_finishes_with_the_same_digests(site, invite, digest)

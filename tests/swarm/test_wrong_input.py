@@ -12,9 +12,11 @@ from pathlib import Path
 import pytest
 
 from opendiloco.cli.group import EXIT_CODES
+from opendiloco.config.run_config import RunConfig
+from opendiloco.run import Run
 from peers.values.identity import Identity
 from tests.opendiloco.conftest import write_corpus
-from tests.swarm.cli_processes import LOOPBACK, ROOT, Site, announce_run, bootstrap, create_run
+from tests.swarm.cli_processes import LOOPBACK, ROOT, Site, announce, announce_run, bootstrap
 
 pytestmark = pytest.mark.swarm
 
@@ -50,8 +52,10 @@ class Place:
 def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
     site = Site(tmp_path_factory.mktemp("site"))
     corpus = write_corpus(site.folder / "corpus")
+    manifest = Run.sign(RunConfig.from_toml(site.write_run(str(corpus))), Identity.generate()).manifest
+    (site.folder / f"{manifest.run_id}.manifest").write_bytes(manifest.pack())
     with bootstrap(site) as address:
-        yield Place(site, address, create_run(site, site.write_run(str(corpus)), address))
+        yield Place(site, address, announce(manifest, address))
     site.assert_nothing_is_left()
 
 
