@@ -45,8 +45,9 @@ unit: $(READY) ## the Python tests without real processes
 # They mostly wait, so that twice as many as a small machine's cores fit on it.
 SWARM = --numprocesses 4 --dist loadfile --no-loadscope-reorder
 
+# Only their own modules are read: each of the four processes would need seconds for the others.
 swarm: $(READY) ## the tests of real processes: one for each promise
-	$(BIN)/python -m pytest -m "swarm and not thorough" $(SWARM)
+	$(BIN)/python -m pytest -m "swarm and not thorough" $(SWARM) $$(grep -rl --include="test_*.py" mark.swarm tests)
 
 # Lives, the emulated tests and wheels wait for no clock: they may have what time the tests of real processes leave.
 thorough: $(READY) ## all that `make test` leaves out: the tests so marked, lives, neon and wheels; prints its time
