@@ -214,13 +214,8 @@ def test_a_devices_memory_is_measured_beside_the_formula(kept: OptimizerState) -
     assert device_memory.bar_of(peak, formula).is_met or (kept == "8bit" and 0.8 < peak / formula < 1), (peak, formula)
 
 
-@pytest.mark.parametrize(
-    ("name", "gpus"),
-    [
-        pytest.param(*case, marks=() if case[0] == "llama-15m" else pytest.mark.thorough)
-        for case in device_memory.ON_CARDS
-    ],
-)
+@pytest.mark.thorough
+@pytest.mark.parametrize(("name", "gpus"), device_memory.ON_CARDS)
 def test_the_page_says_on_which_small_card_a_preset_trains(name: str, gpus: int) -> None:
     """As the formula has it, and tensors without values; without and with activation checkpointing."""
     document = (ROOT / "docs" / "models.md").read_text(encoding="utf-8")

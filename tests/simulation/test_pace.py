@@ -129,7 +129,8 @@ class Uneven:
         return tokens / self.swarm.tokens_per_second(self.SPEEDS[int(peer[-1])])
 
 
-@pytest.mark.parametrize(("training", "gain"), [(30.0, 1.05), pytest.param(100.0, 1.0, marks=pytest.mark.thorough)])
+@pytest.mark.thorough
+@pytest.mark.parametrize(("training", "gain"), [(30.0, 1.05), (100.0, 1.0)])
 def test_an_asynchronous_run_does_not_wait_for_those_who_are_far_away(training: float, gain: float) -> None:
     """R16. Nor does a synchronous one wait for a peer that was late twice (R7), but it has no use for its work. The
     shorter the training, the longer a part of it is the grace."""

@@ -163,7 +163,8 @@ def usual_entries() -> Entries:
     return entries_in_half_an_hour(FAST)
 
 
-@pytest.mark.parametrize("is_liar", [False, pytest.param(True, marks=pytest.mark.thorough)], ids=["honest", "a liar"])
+@pytest.mark.thorough
+@pytest.mark.parametrize("is_liar", [False, True], ids=["honest", "a liar"])
 def test_one_slow_link_costs_the_others_a_tenth_of_their_entries_at_most(is_liar: bool, usual_entries: Entries) -> None:
     """Before, each entry took six minutes, for ever."""
     entries = entries_in_half_an_hour(MINUTES_EACH, is_liar)
@@ -210,6 +211,7 @@ def round_name(leader: str) -> RoundName:
     return RoundName(position=position, ballot=Ballot(view=0, attempt=1), leader=leader)
 
 
+@pytest.mark.thorough
 def test_in_a_swarm_with_broken_pairs_all_count_and_no_link_is_overworked() -> None:
     names = [f"peer{number:02}" for number in range(20)]
     rates = tuple((name, Rate(up=40 * BLOCK_BYTES, down=40 * BLOCK_BYTES)) for name in names)  # a payload a second

@@ -17,6 +17,7 @@ from opendiloco.storage.run_folder import Journal
 from opendiloco.tools.demo import _Child
 from opendiloco.training.reference import Reference, Work
 from peers.values.leases import sample_count
+from tests.swarm.cli_processes import announce_run
 
 pytestmark = pytest.mark.swarm
 LOOPBACK = "/ip4/127.0.0.1/tcp/0"
@@ -71,9 +72,8 @@ async def train_as_a_swarm(folder: Path, streaming: str) -> list[Journal]:
         ports = ("--listen", LOOPBACK, "--data-port", "0")
         bootstrap = await start("bootstrap", "bootstrap", *ports, "--directory", str(folder))
         address = await bootstrap.line(r"/ip4/\S+/p2p/\w+", DEADLINE)
-        toml = str(write_run(folder, streaming))
-        create = await start("organiser", "run", "create", toml, "--initial-peer", address, "--out", str(folder))
-        invite = await create.line(r"diloco:\S+", DEADLINE)
+        toml = write_run(folder, streaming)
+        invite = await asyncio.to_thread(announce_run, toml, address)
         journals = [Journal(folder / f"journal-{number}.jsonl") for number in range(VOLUNTEERS)]
         volunteers = [
             await start(

@@ -97,9 +97,8 @@ def by_two_peers(config: RunConfig, is_done_before: bool, amendments: Sequence[L
     return asyncio.run(asyncio.wait_for(story(), 100))  # two workers start: twice torch and transformers
 
 
-@pytest.mark.parametrize(
-    ("kind", "is_done_before"), [("int8", False), pytest.param("sparse", True, marks=pytest.mark.thorough)]
-)
+@pytest.mark.thorough
+@pytest.mark.parametrize(("kind", "is_done_before"), [("int8", False), ("sparse", True)])
 def test_late_work_counts_from_where_it_began_and_less_the_older_it_is(
     small_content: dict[str, Any], kind: str, is_done_before: bool
 ) -> None:
