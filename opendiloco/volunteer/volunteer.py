@@ -9,8 +9,8 @@ import asyncio
 import logging
 import math
 import shlex
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager, nullcontext
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -112,8 +112,18 @@ class Session:
                 run = replace(run, goes_on_alone=settings.on_partition == "continue")
                 folder = RunFolder.open(run, key.peer_id, settings.state)
                 await ask_for_signed_heads(transport, run, invite.addresses, folder)
-                admission = await enter(transport, run, key, invite.addresses, folder, self.ticket)
-                run = run.with_data(settings.data).with_own(settings.own_files)
+                admission: RunAdmission | None = None
+                problems = list[DilocoPeerError]()
+                with _noting(problems):
+                    admission = await enter(transport, run, key, invite.addresses, folder, self.ticket)
+                with _noting(problems):
+                    run = run.with_data(settings.data)
+                with _noting(problems):
+                    run = run.with_own(settings.own_files)
+                if problems:
+                    first, *others = problems
+                    first.remedy = " Also: ".join([first.remedy, *map(str, others)])
+                    raise first
                 wanted = settings.contribution_format
                 format = None if wanted is None else run.config.codec.number_of(wanted)
                 view.say(
@@ -169,6 +179,15 @@ class Session:
             moments=settings.moments,
             disk_limit=settings.disk_limit,
         )
+
+
+@contextmanager
+def _noting(problems: list[DilocoPeerError]) -> Iterator[None]:
+    """Add an error of the `with` block to `problems`, so that the owner learns of later ones at the same time."""
+    try:
+        yield
+    except DilocoPeerError as error:
+        problems.append(error)
 
 
 async def volunteer_with(
