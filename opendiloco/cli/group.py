@@ -97,6 +97,19 @@ class _WrongUsage(click.ClickException):
         click.echo(fit_for_terminal(f"error: {self.message}"), file, err=True)
 
 
+class _Context(click.Context):
+    """A context that its command's usage errors name. Those of click's parser name none."""
+
+    @contextmanager
+    def scope(self, cleanup: bool = True) -> Iterator[click.Context]:
+        try:
+            with super().scope(cleanup) as context:
+                yield context
+        except click.UsageError as error:
+            error.ctx = error.ctx or self
+            raise
+
+
 @contextmanager
 def _usage_in_one_line() -> Iterator[None]:
     """Turn click's usage errors into errors of one line."""
@@ -120,6 +133,8 @@ class _Commands(click.Group):
             return None
         module, _, attribute = COMMANDS[name].partition(":")
         command: click.Command = getattr(import_module(f"opendiloco.cli.{module}"), attribute)
+        for each in (command, *getattr(command, "commands", {}).values()):
+            each.context_class = _Context
         return command
 
     def resolve_command(

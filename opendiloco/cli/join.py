@@ -132,15 +132,22 @@ class _Joining:
             facts = {"month": tuple(self.traffic.lines()), "initial_peers": self.invite.addresses[:ADDRESSES]}
             return self.watch.answer(request).model_copy(update=facts)
 
+        farewell = "stopped before joining the run"  # what to show if the volunteer ends now
         async with page, serve_controls(folder, answer):
-            while await self.watch.wait_until_wanted():
-                await self._take_part(interrupts, sources)
-                if not self.watch.comes_back:
-                    break
-                gc.collect()  # frees memory while the volunteer is paused
+            try:
+                while await self.watch.wait_until_wanted():
+                    farewell = ""
+                    farewell = await self._take_part(interrupts, sources)
+                    if not self.watch.comes_back:
+                        break
+                    gc.collect()  # frees memory while the volunteer is paused
+            finally:
+                if farewell:
+                    self.view.say(farewell)
 
-    async def _take_part(self, interrupts: Interrupts, sources: list[Source]) -> None:
-        """Take part in the run once, until the volunteer leaves or pauses. Raises: AdmissionError, MachineError."""
+    async def _take_part(self, interrupts: Interrupts, sources: list[Source]) -> str:
+        """Take part in the run once, until the volunteer leaves or pauses. Return the farewell to show if it then ends
+        before it joins again. Raises: AdmissionError, MachineError."""
         from asyncio import CancelledError
 
         from opendiloco.dashboard.watching import volunteer_source
@@ -168,7 +175,7 @@ class _Joining:
 
         try:
             async with watching(self.watch):
-                await session.take_part(self.view, when_ready)
+                return await session.take_part(self.view, when_ready)
         except CancelledError:
             self.view.say("stopped before joining the run" if interrupts.polite is None else "stopped at once")
             raise

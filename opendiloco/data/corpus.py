@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 
 from opendiloco.config.data import STANDARD_LIBRARY, SourceSection
 from opendiloco.data.hub import downloading
-from opendiloco.data.own_files import check_card, check_files, copy_folder, copy_kept, is_local
+from opendiloco.data.own_files import check_card, check_files, copy_folder, copy_kept, is_local, named_files
 from opendiloco.errors import DataError, first_line
 from opendiloco.stages import at_stage, passing
 
@@ -81,7 +81,7 @@ def open_corpus(section: SourceSection) -> _TextFiles | _Rows:
     if is_local(section.source) and any((folder / name).is_file() for name in SAVED):
         return _SavedRows(section)
     if is_local(section.source) and not folder.is_dir():
-        files = _named_files(section.source)
+        files = named_files(section.source)
         if all(map(_is_text, files)):
             return _TextFiles(section, Path(os.path.commonpath([file.parent for file in files])), files)
         return _Rows(section, files)
@@ -106,20 +106,6 @@ def _as_utf8(text: bytes) -> bytes:
             with suppress(UnicodeDecodeError):
                 return text.decode(encoding).encode(errors="replace")
     return text
-
-
-def _named_files(source: str) -> list[Path]:
-    """Return the file at the path `source`, or the files that match `source` as a pattern. Raises: DataError."""
-    if os.path.lexists(source):
-        return [Path(source)]
-    if files := [Path(file) for file in sorted(glob.glob(source, recursive=True)) if os.path.isfile(file)]:
-        return files
-    if source.startswith("~"):
-        raise DataError(f"data.source = {source!r} has a tilde.", f"Write it out: {os.path.expanduser(source)}.")
-    raise DataError(
-        f"data.source = {source!r} is not on this machine.",
-        'Give a folder, a file, or a pattern such as "texts/*.jsonl"; or a data set\'s hub name, or "stdlib".',
-    )
 
 
 class _TextFiles:

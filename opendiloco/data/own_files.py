@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import os
 import re
@@ -62,7 +63,7 @@ def volunteered(section: DataSection, folders: Sequence[Path] = ()) -> DataSecti
 
     If the run has a single source, a folder may replace it even if it is not local.
 
-    Raises: DataError unless there is exactly one folder for each local source.
+    Raises: DataError unless there is exactly one folder for each local source, and each is on this machine.
     """
     sources, local = section.all_sources, local_sources(section)
     if len(sources) == len(folders) == 1:
@@ -91,7 +92,22 @@ def volunteered(section: DataSection, folders: Sequence[Path] = ()) -> DataSecti
     return section.with_sources(tuple(_replaced(one, next(own)) if is_local(one.source) else one for one in sources))
 
 
+def named_files(source: str) -> list[Path]:
+    """Return the file at the path `source`, or the files that match `source` as a pattern. Raises: DataError."""
+    if os.path.lexists(source):
+        return [Path(source)]
+    if files := [Path(file) for file in sorted(glob.glob(source, recursive=True)) if os.path.isfile(file)]:
+        return files
+    if source.startswith("~"):
+        raise DataError(f"data.source = {source!r} has a tilde.", f"Write it out: {os.path.expanduser(source)}.")
+    raise DataError(
+        f"data.source = {source!r} is not on this machine.",
+        'Give a folder, a file, or a pattern such as "texts/*.jsonl"; or a data set\'s hub name, or "stdlib".',
+    )
+
+
 def _replaced(source: SourceSection, folder: Path) -> SourceSection:
+    named_files(str(folder.absolute()))  # raises an error if it is not here, before the slow imports of what reads it
     return source.model_copy(update={"source": str(folder.absolute()), "subset": None, "revision": None})
 
 

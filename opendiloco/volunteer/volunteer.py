@@ -9,8 +9,8 @@ import asyncio
 import logging
 import math
 import shlex
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager, nullcontext
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -90,9 +90,11 @@ class Session:
     ticket: Ticket | None = None
     journal: Journal | None = None
 
-    async def take_part(self, view: JoinView, when_ready: Callable[[Volunteer, HivemindTransport], None]) -> None:
+    async def take_part(self, view: JoinView, when_ready: Callable[[Volunteer, HivemindTransport], None]) -> str:
         """Find the run and train in it until the owner asks to leave. `when_ready` is called once the volunteer can
-        train. Raises: DilocoPeerError."""
+        train. Return the farewell for an owner who ends the volunteer before it joins again; empty if it will not.
+
+        Raises: DilocoPeerError."""
         settings, invite, key = self.settings, self.invite, self.key
         cap_memory(settings.memory_limit)
         caps = Caps.of_megabits(settings.upload_limit, settings.download_limit)
@@ -110,8 +112,18 @@ class Session:
                 run = replace(run, goes_on_alone=settings.on_partition == "continue")
                 folder = RunFolder.open(run, key.peer_id, settings.state)
                 await ask_for_signed_heads(transport, run, invite.addresses, folder)
-                admission = await enter(transport, run, key, invite.addresses, folder, self.ticket)
-                run = run.with_data(settings.data).with_own(settings.own_files)
+                admission: RunAdmission | None = None
+                problems = list[DilocoPeerError]()
+                with _noting(problems):
+                    admission = await enter(transport, run, key, invite.addresses, folder, self.ticket)
+                with _noting(problems):
+                    run = run.with_data(settings.data)
+                with _noting(problems):
+                    run = run.with_own(settings.own_files)
+                if problems:
+                    first, *others = problems
+                    first.remedy = " Also: ".join([first.remedy, *map(str, others)])
+                    raise first
                 wanted = settings.contribution_format
                 format = None if wanted is None else run.config.codec.number_of(wanted)
                 view.say(
@@ -152,7 +164,8 @@ class Session:
                     reader = ProgressReader(run, volunteer.facts, lambda: watch.reasons, watch.until, month)
                     async with view.showing(reader):
                         await volunteer.take_part()
-                    watch.say_farewell(volunteer.farewell)
+                    watch.say_farewell(volunteer.farewell())
+                    return volunteer.farewell(is_away=True) if watch.comes_back else ""
 
     def _keeping(self, folder: RunFolder, caps: Caps) -> KeepingPlan:
         settings, rate = self.settings, self.settings.checkpoint_rate
@@ -166,6 +179,15 @@ class Session:
             moments=settings.moments,
             disk_limit=settings.disk_limit,
         )
+
+
+@contextmanager
+def _noting(problems: list[DilocoPeerError]) -> Iterator[None]:
+    """Add an error of the `with` block to `problems`, so that the owner learns of later ones at the same time."""
+    try:
+        yield
+    except DilocoPeerError as error:
+        problems.append(error)
 
 
 async def volunteer_with(
@@ -433,23 +455,25 @@ class Volunteer:
         at_work = [beat.peer for beat in others if beat.state in PARTICIPATING]
         return bool(at_work) and max(at_work) < me and all(beat.state is not PeerState.ARCHIVING for beat in others)
 
-    @property
-    def farewell(self) -> str:
-        """The message for the owner after leaving, naming the machines that have the newest outer step."""
+    def farewell(self, is_away: bool = False) -> str:
+        """Return the message for the owner after leaving, naming the machines that have the newest outer step. If
+        `is_away`, name only this machine, because the owner reads the message when others may have left, too."""
         step = self.outer_step
-        having = holders(self.others(), step)
+        having = "" if is_away else holders(self.others(), step)
+        others = "" if is_away else f"no other machine has outer step {step}, and "
+        only = "this machine's disk has" if is_away else "only this machine has"
         if not step:
             return "left the run before its first outer step"
         if having:
             return f"left the run; outer step {step} is with {having}"
         if self._folder is None:
-            return f"left the run; no other machine has outer step {step}, and this one keeps nothing"
+            return f"left the run; {others}this machine keeps nothing"
         if not Path(self._folder, MANIFEST).exists():
-            return f"left the run; no other machine has outer step {step}, and this one's folder {self._folder} is gone"
+            return f"left the run; {others}this machine's folder {self._folder} is gone"
         if step >= outer_steps_in_force(self.run.config, self._driver.peer.log.amendment):
-            only = "left the finished run; only this machine has the model"
-            return f"{only}: to take it out, diloco-peer export --from {shlex.quote(self._folder)} --out model"
-        return f"left the run; only this machine has outer step {step}: join again from it to continue the run there"
+            export = f"diloco-peer export --from {shlex.quote(self._folder)} --out model"
+            return f"left the finished run; {only} the model: to take it out, {export}"
+        return f"left the run; {only} outer step {step}: join again from it to continue the run there"
 
     def heartbeats(self) -> list[Heartbeat]:
         """Return the newest heartbeat of each live peer, this peer's own first."""

@@ -20,13 +20,13 @@ from dataclasses import replace
 from pathlib import Path
 from threading import Lock
 
-from peers.errors import DilocoPeerError
+from peers.errors import DilocoPeerError, remedy_for
 from peers.log.certificate import Certificate
 from peers.log.chain import HEADER_LIMIT, Chain, Entry, Outcome, Stretch, newest
 from peers.log.header import Fault, Header, cycle_head
 from peers.log.lineage import Lineage
 from peers.log.state import LogError, LogState, Quorum
-from peers.log.votes import remedy
+from peers.log.votes import REMEDY
 from peers.values.chunks import KEPT_BYTES, ChunkedPayload, KeptPayloads
 from peers.values.system import PARTIAL, make_private_folder, write_whole
 from peers.values.wire import DIGEST_BYTES, digest_of, unpack
@@ -503,5 +503,5 @@ def _usable(folder: Path) -> Iterator[None]:
     except OSError as error:
         raise LogFolderError(
             f"cannot keep the run's log in {folder}: {error.strerror or error}.",
-            f"{remedy(error).capitalize()}.",
+            remedy_for(error, REMEDY),
         ) from error

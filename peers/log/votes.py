@@ -16,6 +16,7 @@ from typing import Annotated
 
 from pydantic import Field
 
+from peers.errors import remedy_for
 from peers.values.system import PARTIAL, open_private, sync_folder
 from peers.values.wire import Digest, Value, WireError, digest_of, pack, unpack
 
@@ -25,16 +26,12 @@ RECORD_LIMIT = 1 << 24  # maximum bytes of a record; a locked header of 1,000 me
 ENVELOPE = 128  # maximum bytes in the file in addition to the record
 GET_GENERATION = 0x80087601  # Linux's ioctl that reads a file's generation: it changes when the inode number is reused
 
+REMEDY = "If the folder is gone, move it back; else start again with one that this user may write to."
+"""The remedy for an error of writing into the log's folder, unless the disk is full."""
+
 
 class VotesFileError(Exception):
     """Error: a file of votes cannot be read, used or written. The message gives the reason."""
-
-
-def remedy(error: OSError) -> str:
-    """Return the remedy for an error of writing into the log's folder."""
-    if isinstance(error, FileNotFoundError):
-        return "the folder is gone: move it back, or leave and join again"
-    return "make room there, or name a folder that this user may write to"
 
 
 class _Envelope(Value):
@@ -79,9 +76,8 @@ class VotesFile:
             partial.replace(self.path)
             sync_folder(self.path.parent)
         except OSError as error:
-            raise VotesFileError(
-                f"{self.path} cannot be written: {error.strerror or error}; {remedy(error)}"
-            ) from error
+            reason = f"{self.path} cannot be written: {error.strerror or error}."
+            raise VotesFileError(f"{reason} {remedy_for(error, REMEDY)}") from error
 
     def _place(self, descriptor: int) -> bytes:
         """Return a digest that names this machine and an open file. Raises: OSError."""

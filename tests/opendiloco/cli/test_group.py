@@ -148,6 +148,13 @@ def test_wrong_usage_has_its_exit_code(arguments: list[str]) -> None:
     assert isinstance(done.exception, SystemExit), "not with a traceback"
 
 
+@pytest.mark.parametrize("typed", ["join --data", "run create --out", "join --plain=yes"])
+def test_an_option_without_its_argument_points_to_its_own_command(typed: str) -> None:
+    """Regression: it was sent to the help of `diloco-peer`, which does not have the option."""
+    done = CliRunner().invoke(group.main, typed.split(), prog_name="diloco-peer")
+    assert done.stderr.endswith(f" See `diloco-peer {typed.partition(' --')[0]} --help`.\n")
+
+
 def test_a_package_that_is_not_installed_is_named_with_the_way_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Regression: where only a bootstrap node was installed, `run needs` called its lack of torch a bug."""
     monkeypatch.setitem(sys.modules, "torch", None)

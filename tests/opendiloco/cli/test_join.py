@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from datetime import datetime
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -14,10 +15,13 @@ from click.testing import CliRunner
 
 from opendiloco.cli.join import _Joining, _owners_watch
 from opendiloco.cli.options import SettingsCommand, join_settings
+from opendiloco.owner.controls import OwnerRequest
+from opendiloco.owner.facts import Facts
 from opendiloco.settings.join_settings import JoinSettings
 from opendiloco.view.progress import Lines
 from opendiloco.volunteer.volunteer import Session
 from peers.values.identity import Identity
+from peers.values.manifest import Invite
 
 
 @pytest.mark.parametrize("typed", [["INVITE"], ["--run", "INVITE"], ["--plain", "INVITE", "--hours", "22-7"]])
@@ -68,3 +72,45 @@ def test_who_interrupts_a_start_hears_that_it_has_ended(
 
     asyncio.run(interrupt())
     assert capsys.readouterr().out.strip() == said
+
+
+@pytest.mark.parametrize("has_trained", [True, False])
+@pytest.mark.parametrize("ends_by", ["finish", "Ctrl-C"])
+def test_who_ends_a_volunteer_that_is_away_sees_its_farewell(
+    has_trained: bool, ends_by: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Regression: it ended without a line, as its processes were gone."""
+    settings, view = JoinSettings(run="tiny-x", state=tmp_path), Lines()
+    watch = _owners_watch(settings, view)
+    traffic: Any = SimpleNamespace(lines=list)
+    joining = _Joining(settings, cast(Any, Invite("tiny-x", ())), Identity.generate(), watch, traffic, view, None)
+    interrupts: Any = SimpleNamespace(polite=None)
+    looks: list[Facts] = []
+
+    def look() -> Facts:
+        looks.append(Facts(datetime.now()))
+        return looks[-1]
+
+    async def take_part(session: Session, view: Lines, when_ready: Callable[[Any, Any], None]) -> str:
+        watch.answer(OwnerRequest(do="pause"))
+        watch._leave("the pause is long", comes_back=True)
+        return "left the run"
+
+    async def away() -> None:
+        living = asyncio.create_task(joining.live(interrupts))
+        while watch.comes_back or not watch.reasons or not looks:
+            await asyncio.sleep(0)
+        if ends_by == "finish":
+            watch.answer(OwnerRequest(do="finish"))
+        else:
+            living.cancel()
+        await asyncio.gather(living, return_exceptions=True)
+
+    monkeypatch.setattr(Session, "take_part", take_part)
+    monkeypatch.setattr("opendiloco.owner.watch.LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(watch, "_look", look)
+    if not has_trained:
+        watch.answer(OwnerRequest(do="pause"))
+    asyncio.run(away())
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last == ("left the run" if has_trained else "stopped before joining the run")

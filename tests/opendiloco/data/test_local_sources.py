@@ -68,6 +68,10 @@ def mixture(*sources: str) -> DataSection:
 def test_every_local_source_of_a_mixture_is_replaced_by_a_folder_that_was_named(tmp_path: Path) -> None:
     theirs = mixture("/etc", "allenai/c4", "/root", "stdlib")
     assert local_sources(theirs) == ["/etc", "/root"]
+    for name in ("a", "b"):
+        with pytest.raises(DataError, match=f"{name}' is not on this machine"):  # before torch is imported to read it
+            volunteered(theirs, [tmp_path / "a", tmp_path / "b"])
+        (tmp_path / name).mkdir()
     ours = volunteered(theirs, [tmp_path / "a", tmp_path / "b"])
     assert [one.source for one in ours.all_sources] == [
         str(tmp_path / "a"),

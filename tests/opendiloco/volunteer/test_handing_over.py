@@ -72,7 +72,7 @@ def test_it_waits_for_a_machine_that_will_have_the_newest_outer_step(
     """Regression: an archive lacked the last outer steps of a run whose last volunteer had left."""
     leaving = Leaving(*others)
     assert leaving._is_handed_over is not waits
-    assert farewell in leaving.farewell
+    assert farewell in leaving.farewell()
 
 
 def test_it_leaves_when_an_archive_has_it_and_trains_nothing_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,8 +122,8 @@ def test_of_two_that_leave_at_once_the_last_one_has_the_only_copy(monkeypatch: p
             await asyncio.sleep(0)
 
     asyncio.run(asyncio.wait_for(leave(), 1))
-    assert "outer step 5 is with 1 other volunteer" in first.farewell
-    assert "only this machine has outer step 5" in last.farewell
+    assert "outer step 5 is with 1 other volunteer" in first.farewell()
+    assert "only this machine has outer step 5" in last.farewell()
 
 
 def test_the_last_one_does_not_wait_for_one_that_stays(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,16 +141,28 @@ def test_the_last_one_does_not_wait_for_one_that_stays(monkeypatch: pytest.Monke
 def test_who_leaves_a_finished_run_alone_learns_how_to_take_the_model_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "outer_steps_in_force", lambda config, amendment: STEP)
     leaving = Leaving()
-    assert leaving.farewell.endswith("has the model: to take it out, diloco-peer export --from 'a folder' --out model")
+    assert leaving.farewell().endswith(
+        "has the model: to take it out, diloco-peer export --from 'a folder' --out model"
+    )
     leaving._folder = None
-    assert leaving.farewell == "left the run; no other machine has outer step 5, and this one keeps nothing"
+    assert leaving.farewell() == "left the run; no other machine has outer step 5, and this machine keeps nothing"
 
 
 def test_a_folder_that_was_moved_away_is_no_promise(tmp_path: Path) -> None:
     """Regression: it was named as the only place of the newest outer step."""
     (tmp_path / "a folder" / MANIFEST).unlink()
-    gone = "left the run; no other machine has outer step 5, and this one's folder a folder is gone"
-    assert Leaving().farewell == gone
+    gone = "left the run; no other machine has outer step 5, and this machine's folder a folder is gone"
+    assert Leaving().farewell() == gone
+
+
+def test_who_ends_it_in_a_long_pause_learns_only_what_is_still_true(monkeypatch: pytest.MonkeyPatch) -> None:
+    leaving = Leaving(training("z"))
+    words = "left the run; this machine's disk has outer step 5: join again from it to continue the run there"
+    assert leaving.farewell(is_away=True) == words
+    monkeypatch.setattr(module, "outer_steps_in_force", lambda config, amendment: STEP)
+    assert "left the finished run; this machine's disk has the model: to" in leaving.farewell(is_away=True)
+    leaving._folder = None
+    assert leaving.farewell(is_away=True) == "left the run; this machine keeps nothing"
 
 
 @pytest.mark.parametrize(

@@ -22,10 +22,11 @@ from peers.values.identity import Identity
 from peers.values.manifest import Invite
 
 
-def test_a_missing_ticket_is_reported_before_missing_text(
-    tmp_path: Path, small_config: RunConfig, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("typed", "missing"), [((), "--data FOLDER"), ((Path("/nowhere"),), "'/nowhere' is not on")])
+def test_a_missing_ticket_is_reported_with_missing_text(
+    typed: tuple[Path, ...], missing: str, tmp_path: Path, small_config: RunConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Regression: a volunteer prepared its text for a run that did not admit it."""
+    """Regressions: a volunteer prepared its text for a run that did not admit it, or learned of it only later."""
     run, key = Run.sign(small_config, Identity.generate()), Identity.generate()  # its text is a folder
 
     @asynccontextmanager
@@ -43,8 +44,8 @@ def test_a_missing_ticket_is_reported_before_missing_text(
     for name, stub in (("find_run", found), ("ask_for_signed_heads", nothing), ("enter", refused)):
         monkeypatch.setattr(module, name, stub)
     monkeypatch.setattr(module, "connected", connected)
-    settings = JoinSettings(run=run.run_id, state=tmp_path)
+    settings = JoinSettings(run=run.run_id, state=tmp_path, data=typed)
     unused: Any = None
     session = Session(settings, Invite(run.run_id, ()), key, unused, unused)
-    with pytest.raises(AdmissionError):
+    with pytest.raises(AdmissionError, match=f"^by invitation. Ask for a ticket. Also: data.source = .*{missing}"):
         asyncio.run(session.take_part(Lines(), unused))

@@ -404,7 +404,7 @@ def test_a_folder_that_was_moved_away_may_be_moved_back(tmp_path: Path) -> None:
     here, there = tmp_path / "log", tmp_path / "elsewhere"
     log = opened(here)
     here.rename(there)
-    with pytest.raises(LogFolderError, match=r"No such file or directory\. The folder is gone: move it back"):
+    with pytest.raises(LogFolderError, match=r"No such file or directory\. If the folder is gone, move it back"):
         log.append(HEADERS[0], state(0), None)
     there.rename(here)
     log.append(HEADERS[1], state(1), None)
@@ -444,7 +444,7 @@ def test_what_a_full_disk_did_not_take_is_written_with_the_next_entry(
     fill(log, HEADERS[:1])
     with monkeypatch.context() as patch:
         patch.setattr(Path, "open", full)
-        with pytest.raises(LogFolderError, match="No space left on device"):
+        with pytest.raises(LogFolderError, match=r"No space left on device\. Free some space there\."):
             log.append(HEADERS[1], state(1), payload(1))
     with (tmp_path / ENTRIES).open("ab") as file:
         file.write(_entry_line(Entry.whole(HEADERS[1], state(1)))[:50])  # as far as it came

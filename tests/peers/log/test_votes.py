@@ -102,7 +102,7 @@ def test_a_folder_that_was_moved_away_has_a_remedy_of_its_own(tmp_path: Path) ->
     """Regression: the volunteer's owner should make room there."""
     here = tmp_path / "log"
     file = VotesFile(here)
-    with pytest.raises(VotesFileError, match="No such file or directory; the folder is gone: move it back"):
+    with pytest.raises(VotesFileError, match=r"No such file or directory\. If the folder is gone, move it back"):
         file.write(b"record")
     here.mkdir()
     file.write(b"record")
