@@ -147,6 +147,8 @@ class MetricsServer:
         self.address: tuple[str, int] = self._server.server_address[:2]  # type: ignore[assignment]
         self._thread = Thread(target=self._server.serve_forever, name="metrics", daemon=True)
         self._thread.start()
+
+    def log_address(self) -> None:
         logger.info("metrics are at http://%s:%d/metrics, and health is at /healthz", *self.address)
 
     def close(self) -> None:

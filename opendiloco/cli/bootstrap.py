@@ -15,6 +15,7 @@ from opendiloco.cli.options import (
     dashboard_option,
     join_option,
     open_dashboard,
+    show_dashboard,
     spelled_out,
     typed_option,
 )
@@ -120,6 +121,7 @@ def bootstrap(
     """
     import asyncio
 
+    from opendiloco.quantities import in_words
     from opendiloco.run import Run
     from opendiloco.volunteer.admission import read_ticket
     from opendiloco.volunteer.identity import hold_identity
@@ -132,8 +134,7 @@ def bootstrap(
     links = LinkSettings(data_port, None if no_relay else relay_limit)
     if max_disk is not None and archive is None:
         raise click.UsageError("--max-disk limits an archive: give --archive FOLDER, too.")
-    if metrics_port is not None:
-        MetricsServer(metrics_port, metrics_host)
+    server = None if metrics_port is None else MetricsServer(metrics_port, metrics_host)
     shown = [read_ticket(ticket) for ticket in tickets]
     listening = open_dashboard(dashboard)
     others = spelled_out(initial_peers)
@@ -145,11 +146,9 @@ def bootstrap(
         beside: list[NodeTask] = []
         kept = None
         if archive is not None:
-            from opendiloco.quantities import in_words
             from opendiloco.storage.archive import Archive
 
             kept = Archive(key, archive, None if max_disk is None else int(max_disk * 1e9))
-            click.echo(f"The archive is in {archive.absolute()} and may use {in_words(kept.usable)}")
             beside.append(kept.keep)
         if local_network and not _are_here((*listen, *announce)):
             beside.append(_tell_local_network)
@@ -157,8 +156,17 @@ def bootstrap(
             from opendiloco.dashboard.server import serve_all_runs
 
             beside.append(partial(serve_all_runs, listening, kept))
+
+        def on_ready(addresses: tuple[str, ...]) -> None:
+            if server is not None:
+                server.log_address()
+            show_dashboard(listening)
+            if archive is not None and kept is not None:
+                click.echo(f"The archive is in {archive.absolute()} and may use {in_words(kept.usable)}")
+            _show_addresses(addresses)
+
         place = (listen or everywhere(LIBP2P_PORT), announce, others, runs)
-        await run_bootstrap(key, *place, _show_addresses, stop, Run.from_manifest, beside, links, shown)
+        await run_bootstrap(key, *place, on_ready, stop, Run.from_manifest, beside, links, shown)
 
     with hold_identity(identity) as key:
         run_interruptible(main)
