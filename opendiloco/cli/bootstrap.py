@@ -3,6 +3,8 @@ and the runs that the node remembers."""
 
 from __future__ import annotations
 
+import logging
+import os
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,6 +14,7 @@ import click
 from opendiloco.cli.options import (
     FILE,
     FOLDER,
+    JOIN,
     dashboard_option,
     join_option,
     open_dashboard,
@@ -19,6 +22,7 @@ from opendiloco.cli.options import (
     spelled_out,
     typed_option,
 )
+from opendiloco.settings.join_settings import OTHER_VARIABLES, VARIABLE_PREFIX, LogSettings, settings_of
 from peers.errors import ManifestError
 
 if TYPE_CHECKING:
@@ -27,6 +31,8 @@ if TYPE_CHECKING:
     from peers.network.bootstrap import NodeTask
     from peers.network.transport import HivemindTransport
     from peers.values.manifest import SignedManifest
+
+logger = logging.getLogger(__name__)
 
 LIBP2P_PORT, DATA_PORT = 31337, 31338  # fixed ports, so that an operator configures the firewall once
 RELAY_MEGABITS = 100.0
@@ -131,6 +137,9 @@ def bootstrap(
     from peers.network.links import LinkSettings
     from peers.network.own_network import everywhere
 
+    read = OTHER_VARIABLES | {one.variable for one in (*settings_of(LogSettings), JOIN["local_network"])}
+    if unread := sorted(name for name in os.environ if name.startswith(VARIABLE_PREFIX) and name not in read):
+        logger.warning("a bootstrap node does not read %s: give options instead", ", ".join(unread))
     links = LinkSettings(data_port, None if no_relay else relay_limit)
     if max_disk is not None and archive is None:
         raise click.UsageError("--max-disk limits an archive: give --archive FOLDER, too.")

@@ -83,6 +83,20 @@ def test_a_bootstrap_node_serves_metrics(monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert served == [(9000, "127.0.0.1"), (9000, "0.0.0.0")]
 
 
+def test_variables_that_a_node_does_not_read_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Regression: DILOCO_LISTEN was ignored without a word."""
+
+    async def run_bootstrap(*arguments: object) -> None:
+        return None
+
+    monkeypatch.setattr(peers.network.bootstrap, "run_bootstrap", run_bootstrap)
+    variables = {"DILOCO_LISTEN": "/ip4/0.0.0.0/tcp/1", "DILOCO_HUORS": "1", "DILOCO_LOG_LEVEL": "info"}
+    arguments = ["bootstrap", "--identity", str(tmp_path / "key.pem")]
+    done = CliRunner().invoke(main, arguments, env=variables)
+    assert "a bootstrap node does not read DILOCO_HUORS, DILOCO_LISTEN: give options instead" in done.output
+    assert "does not read" not in CliRunner().invoke(main, arguments).output
+
+
 def test_an_archive_that_cannot_be_written_is_found_at_the_start(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
