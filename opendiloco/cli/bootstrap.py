@@ -132,7 +132,7 @@ def bootstrap(
     from opendiloco.volunteer.admission import read_ticket
     from opendiloco.volunteer.identity import hold_identity
     from opendiloco.volunteer.interrupts import Interrupts, run_interruptible
-    from peers.metrics import MetricsServer
+    from peers.metrics import NODE_METRICS, MetricsServer
     from peers.network.bootstrap import run_bootstrap
     from peers.network.links import LinkSettings
     from peers.network.own_network import everywhere
@@ -143,7 +143,7 @@ def bootstrap(
     links = LinkSettings(data_port, None if no_relay else relay_limit)
     if max_disk is not None and archive is None:
         raise click.UsageError("--max-disk limits an archive: give --archive FOLDER, too.")
-    server = None if metrics_port is None else MetricsServer(metrics_port, metrics_host)
+    server = None if metrics_port is None else MetricsServer(metrics_port, metrics_host, NODE_METRICS)
     shown = [read_ticket(ticket) for ticket in tickets]
     listening = open_dashboard(dashboard)
     others = spelled_out(initial_peers)

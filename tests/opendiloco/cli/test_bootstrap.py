@@ -74,13 +74,13 @@ def test_a_bootstrap_node_serves_metrics(monkeypatch: pytest.MonkeyPatch, tmp_pa
     async def run_bootstrap(*arguments: object) -> None:
         return None
 
-    served: list[tuple[int, str]] = []
+    served: list[tuple[object, ...]] = []
     monkeypatch.setattr(peers.network.bootstrap, "run_bootstrap", run_bootstrap)
-    monkeypatch.setattr(metrics, "MetricsServer", lambda port, host: served.append((port, host)))
+    monkeypatch.setattr(metrics, "MetricsServer", lambda *given: served.append(given))
     arguments = ["bootstrap", "--identity", str(tmp_path / "key.pem"), "--metrics-port", "9000"]
     assert CliRunner().invoke(main, arguments).exit_code == 0
     assert CliRunner().invoke(main, [*arguments, "--metrics-host", "0.0.0.0"]).exit_code == 0
-    assert served == [(9000, "127.0.0.1"), (9000, "0.0.0.0")]
+    assert served == [(9000, host, metrics.NODE_METRICS) for host in ("127.0.0.1", "0.0.0.0")]
 
 
 def test_variables_that_a_node_does_not_read_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
