@@ -154,7 +154,8 @@ class MetricsServer:
     def __init__(self, port: int, host: str = "127.0.0.1", registry: CollectorRegistry = REGISTRY) -> None:
         """Start serving the metrics of `registry`, by default for this machine only. Raises: LocalNetworkError if the
         port is in use."""
-        disable_created_metrics()  # the time at which each counter began, which doubles the lines
+        # Do not list the time at which each counter began, which doubles the lines.
+        disable_created_metrics()  # type: ignore[no-untyped-call]
         try:
             answer = partial(_answer, make_wsgi_app(registry))
             self._server = make_server(host, port, answer, _Server, _SilentHandler)
