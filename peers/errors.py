@@ -57,7 +57,7 @@ class IdentityFileError(LocalNetworkError):
 
 
 class FullDiskError(IdentityFileError):
-    """An identity file that cannot be saved because the disk or a quota is full."""
+    """An identity file, or its folder, that cannot be saved because the disk or a quota is full."""
 
     exit_code = 6
 

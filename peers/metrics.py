@@ -14,12 +14,24 @@ import math
 import socket
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from functools import partial
 from http import HTTPStatus
 from threading import Thread
 from typing import TYPE_CHECKING, Any, TextIO
 from wsgiref.simple_server import WSGIRequestHandler, make_server
 
-from prometheus_client import Counter, Gauge, Info, make_wsgi_app
+from prometheus_client import (
+    GC_COLLECTOR,
+    PLATFORM_COLLECTOR,
+    PROCESS_COLLECTOR,
+    REGISTRY,
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Info,
+    disable_created_metrics,
+    make_wsgi_app,
+)
 from prometheus_client.exposition import ThreadingWSGIServer
 
 from peers.errors import InUseError, LocalNetworkError
@@ -108,6 +120,13 @@ ARCHIVED_STEPS_LEFT = Gauge("diloco_peer_archived_outer_steps_left", "Outer step
 HEALTHY = Gauge("diloco_peer_healthy", "1 while /healthz answers 200, else 0")
 BUILD = Info("diloco_peer_build", "Protocol version")
 
+_OF_PROCESSES = GC_COLLECTOR, PLATFORM_COLLECTOR, PROCESS_COLLECTOR, HEALTHY, BUILD, DROPPED, MEASURING_BYTES
+_OF_NODES = RELAYED_BYTES, RELAYED_CONNECTIONS, KNOWN_RUNS, RUN_LIVE_PEERS, ARCHIVED_OUTER_STEP, ARCHIVED_STEPS_LEFT
+NODE_METRICS = CollectorRegistry()
+"""The metrics that a bootstrap node serves. A volunteer serves those of REGISTRY, which has all."""
+for _collector in (*_OF_PROCESSES, *_OF_NODES):
+    NODE_METRICS.register(_collector)
+
 for _gauge in (OUTER_STEP, LINEAGE_TOKENS, LIVE_PEERS, RELAYED_PEERS, UNREACHED_PEERS, LOSS, HELD_OUT_LOSS, KNOWN_RUNS):
     _gauge.set(math.nan)  # NaN until the value is known, since 0 would be a value, and for a loss the best
 
@@ -128,16 +147,18 @@ REQUEST_BYTES = 1 << 14
 REQUEST_SECONDS = 10.0
 """Seconds to wait for the next bytes of a request, or for room to send its answer."""
 
-_metrics: Callable[..., Iterable[bytes]] = make_wsgi_app()
-
 
 class MetricsServer:
     """A server for GET /metrics and /healthz, in its own thread, so that it can report that everything else hangs."""
 
-    def __init__(self, port: int, host: str = "127.0.0.1") -> None:
-        """Start serving, by default for this machine only. Raises: LocalNetworkError if the port is in use."""
+    def __init__(self, port: int, host: str = "127.0.0.1", registry: CollectorRegistry = REGISTRY) -> None:
+        """Start serving the metrics of `registry`, by default for this machine only. Raises: LocalNetworkError if the
+        port is in use."""
+        # Do not list the time at which each counter began, which doubles the lines.
+        disable_created_metrics()  # type: ignore[no-untyped-call]
         try:
-            self._server = make_server(host, port, _answer, _Server, _SilentHandler)
+            answer = partial(_answer, make_wsgi_app(registry))
+            self._server = make_server(host, port, answer, _Server, _SilentHandler)
         except OSError as error:
             kind = InUseError if error.errno == errno.EADDRINUSE else LocalNetworkError
             raise kind(
@@ -147,6 +168,8 @@ class MetricsServer:
         self.address: tuple[str, int] = self._server.server_address[:2]  # type: ignore[assignment]
         self._thread = Thread(target=self._server.serve_forever, name="metrics", daemon=True)
         self._thread.start()
+
+    def log_address(self) -> None:
         logger.info("metrics are at http://%s:%d/metrics, and health is at /healthz", *self.address)
 
     def close(self) -> None:
@@ -208,10 +231,12 @@ class _Head(io.BufferedReader):
         return line
 
 
-def _answer(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
+def _answer(
+    metrics: Callable[..., Iterable[bytes]], environ: WSGIEnvironment, start_response: StartResponse
+) -> Iterable[bytes]:
     path = environ.get("PATH_INFO", "")
     if path == "/metrics":
-        return _metrics(environ, start_response)
+        return metrics(environ, start_response)
     if path == "/healthz":
         reasons = HEALTH.reasons
         status = HTTPStatus.SERVICE_UNAVAILABLE if reasons else HTTPStatus.OK

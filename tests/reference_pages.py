@@ -26,6 +26,7 @@ from opendiloco.cli.group import EXIT_CODES
 from opendiloco.config.run_config import RunConfig
 from opendiloco.config.section import models_in
 from opendiloco.settings.join_settings import SECTIONS, LogSettings, Setting, settings_of
+from peers.metrics import NODE_METRICS
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "docs" / name for name in ("commands.md", "manifest.md", "metrics.md", "options.md")]
@@ -204,13 +205,15 @@ def _toml(value: Any) -> str:
 
 # metrics.md -----------------------------------------------------------------------------------------------------------
 def exposed() -> dict[str, tuple[tuple[str, ...], str]]:
-    """Return the labels and the meaning of each metric, by its name in Prometheus."""
+    """Return the labels and the meaning of each metric, by its name in Prometheus. The meaning of a bootstrap node's
+    metric ends in an asterisk."""
     found = {}
     for collector in list(REGISTRY._collector_to_names):
         if isinstance(collector, MetricWrapperBase):
             [family] = collector.describe()
             suffix = {"counter": "_total", "info": "_info"}.get(family.type, "")
-            found[family.name + suffix] = collector._labelnames, family.documentation
+            mark = "\\*" if collector in NODE_METRICS._collector_to_names else ""
+            found[family.name + suffix] = collector._labelnames, family.documentation + mark
     return {name: found[name] for name in sorted(found) if name.startswith("diloco_peer_")}
 
 

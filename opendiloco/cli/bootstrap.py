@@ -3,6 +3,8 @@ and the runs that the node remembers."""
 
 from __future__ import annotations
 
+import logging
+import os
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,12 +14,15 @@ import click
 from opendiloco.cli.options import (
     FILE,
     FOLDER,
+    JOIN,
     dashboard_option,
     join_option,
     open_dashboard,
+    show_dashboard,
     spelled_out,
     typed_option,
 )
+from opendiloco.settings.join_settings import OTHER_VARIABLES, VARIABLE_PREFIX, LogSettings, settings_of
 from peers.errors import ManifestError
 
 if TYPE_CHECKING:
@@ -26,6 +31,8 @@ if TYPE_CHECKING:
     from peers.network.bootstrap import NodeTask
     from peers.network.transport import HivemindTransport
     from peers.values.manifest import SignedManifest
+
+logger = logging.getLogger(__name__)
 
 LIBP2P_PORT, DATA_PORT = 31337, 31338  # fixed ports, so that an operator configures the firewall once
 RELAY_MEGABITS = 100.0
@@ -120,20 +127,23 @@ def bootstrap(
     """
     import asyncio
 
+    from opendiloco.quantities import in_words
     from opendiloco.run import Run
     from opendiloco.volunteer.admission import read_ticket
     from opendiloco.volunteer.identity import hold_identity
     from opendiloco.volunteer.interrupts import Interrupts, run_interruptible
-    from peers.metrics import MetricsServer
+    from peers.metrics import NODE_METRICS, MetricsServer
     from peers.network.bootstrap import run_bootstrap
     from peers.network.links import LinkSettings
     from peers.network.own_network import everywhere
 
+    read = OTHER_VARIABLES | {one.variable for one in (*settings_of(LogSettings), JOIN["local_network"])}
+    if unread := sorted(name for name in os.environ if name.startswith(VARIABLE_PREFIX) and name not in read):
+        logger.warning("a bootstrap node does not read %s: give options instead", ", ".join(unread))
     links = LinkSettings(data_port, None if no_relay else relay_limit)
     if max_disk is not None and archive is None:
         raise click.UsageError("--max-disk limits an archive: give --archive FOLDER, too.")
-    if metrics_port is not None:
-        MetricsServer(metrics_port, metrics_host)
+    server = None if metrics_port is None else MetricsServer(metrics_port, metrics_host, NODE_METRICS)
     shown = [read_ticket(ticket) for ticket in tickets]
     listening = open_dashboard(dashboard)
     others = spelled_out(initial_peers)
@@ -145,11 +155,9 @@ def bootstrap(
         beside: list[NodeTask] = []
         kept = None
         if archive is not None:
-            from opendiloco.quantities import in_words
             from opendiloco.storage.archive import Archive
 
             kept = Archive(key, archive, None if max_disk is None else int(max_disk * 1e9))
-            click.echo(f"The archive is in {archive.absolute()} and may use {in_words(kept.usable)}")
             beside.append(kept.keep)
         if local_network and not _are_here((*listen, *announce)):
             beside.append(_tell_local_network)
@@ -157,8 +165,17 @@ def bootstrap(
             from opendiloco.dashboard.server import serve_all_runs
 
             beside.append(partial(serve_all_runs, listening, kept))
+
+        def on_ready(addresses: tuple[str, ...]) -> None:
+            if server is not None:
+                server.log_address()
+            show_dashboard(listening)
+            if archive is not None and kept is not None:
+                click.echo(f"The archive is in {archive.absolute()} and may use {in_words(kept.usable)}")
+            _show_addresses(addresses)
+
         place = (listen or everywhere(LIBP2P_PORT), announce, others, runs)
-        await run_bootstrap(key, *place, _show_addresses, stop, Run.from_manifest, beside, links, shown)
+        await run_bootstrap(key, *place, on_ready, stop, Run.from_manifest, beside, links, shown)
 
     with hold_identity(identity) as key:
         run_interruptible(main)

@@ -27,6 +27,7 @@ from opendiloco.cli.options import (
     parse_run,
     reader_option,
     run_option,
+    show_dashboard,
 )
 from opendiloco.data.own_files import OwnFiles
 from opendiloco.errors import MachineError, RemoteError
@@ -117,6 +118,7 @@ def follow(
     if plan.push_to is not None:
         Remote(plan.push_to)  # raises an error for a wrong URL now, before minutes of work
     with _staging(plan) as folder:
+        show_dashboard(plan.page)
         run_interruptible(lambda interrupts: _follow(invite, identity, plan, folder, audit))
     audit.check()
 

@@ -3,6 +3,8 @@ code."""
 
 from __future__ import annotations
 
+import atexit
+import gc
 import io
 import os
 import sys
@@ -256,6 +258,7 @@ def _read_settings(context: click.Context, parameter: click.Parameter, path: Pat
 @click.pass_context
 def main(context: click.Context, debug: bool, log_level: str | None, log_file: Path | None, log_format: str) -> None:
     """Train language models with volunteers' machines, without a data centre."""
+    atexit.register(gc.freeze)  # otherwise the last collection of garbage takes seconds in a process with torch
     context.obj = log = LogOptions("debug" if debug else log_level, log_file, log_format == "json")
     if context.invoked_subcommand not in START_NO_LOG:
         log.start(LOG_LEVELS.get(str(context.invoked_subcommand), "warning"))

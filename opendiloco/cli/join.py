@@ -25,6 +25,7 @@ from opendiloco.cli.options import (
     open_dashboard,
     parse_run,
     refuse_torchrun,
+    show_dashboard,
 )
 from opendiloco.errors import MachineError
 from opendiloco.owner.conditions import parse_until
@@ -74,9 +75,10 @@ def join(log: LogOptions, settings: JoinSettings) -> None:
     PLACE.run = invite.run_id
     check_quickly(settings.state, settings.workers)
     if settings.metrics_port is not None:
-        MetricsServer(settings.metrics_port, settings.metrics_host)
+        MetricsServer(settings.metrics_port, settings.metrics_host).log_address()
     page = open_dashboard(settings.dashboard)
     with hold_identity(settings.identity) as key:
+        show_dashboard(page)
         PLACE.peer = key.peer_id
         folder = RunFolder.at(invite.run_id, key.peer_id, settings.state).path
         traffic = MonthlyTraffic(folder, settings.monthly_limits)

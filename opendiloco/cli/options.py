@@ -253,18 +253,20 @@ def own_words(data: Sequence[Path], own: OwnFiles) -> list[str]:
 
 
 def open_dashboard(address: str | None) -> socket.socket | None:
-    """Return a socket that listens at `address` (HOST:PORT), and print the dashboard's URL. If `address` is None,
-    return None.
-
-    Raises: LocalNetworkError.
-    """
+    """Return a socket that listens at `address` (HOST:PORT); None if that is None. Raises: LocalNetworkError."""
     if address is None:
         return None
-    from opendiloco.dashboard.server import bind, url_of
+    from opendiloco.dashboard.server import bind
 
-    listening = bind(split_address(address))
-    click.echo(f"The dashboard is at {url_of(listening)}", err=True)
-    return listening
+    return bind(split_address(address))
+
+
+def show_dashboard(listening: socket.socket | None) -> None:
+    """Print the URL of the dashboard on this socket, unless it is None."""
+    if listening is not None:
+        from opendiloco.dashboard.server import url_of
+
+        click.echo(f"The dashboard is at {url_of(listening)}", err=True)
 
 
 @contextmanager

@@ -18,6 +18,7 @@ from opendiloco.storage.writer import NOT_SAVED, NOT_SENT, SAVED, CheckpointJob,
 from opendiloco.training.moments_file import NO_STEP
 from opendiloco.workers.supervisor import Supervisor
 from peers.errors import DilocoPeerError
+from peers.metrics import NODE_METRICS
 from peers.network.signals import signals_held_back
 from peers.transfer.snapshots import FrozenSnapshot
 from peers.values.system import PARTIAL, start_task
@@ -28,6 +29,7 @@ logger = logging.getLogger(__name__)
 CLOSE_SECONDS = 5.0  # most seconds that a leaving volunteer waits for an unfinished checkpoint
 OUTCOMES = {SAVED: "saved", NOT_SENT: "not_sent", NOT_SAVED: "not_saved"}
 CHECKPOINTS = Counter("diloco_peer_checkpoints", "Checkpoints by outcome", ["outcome"])
+NODE_METRICS.register(CHECKPOINTS)  # for a node with an archive
 
 
 class Checkpointer:

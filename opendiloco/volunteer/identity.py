@@ -14,7 +14,15 @@ from typing import TYPE_CHECKING
 
 import psutil
 
-from peers.errors import CopiedKeyError, DilocoPeerError, IdentityFileError, InUseError
+from peers.errors import (
+    CopiedKeyError,
+    DilocoPeerError,
+    FullDiskError,
+    IdentityFileError,
+    InUseError,
+    is_full,
+    remedy_for,
+)
 from peers.presence.heartbeat import Heartbeat
 from peers.values.identity import Identity
 from peers.values.system import cancel_and_wait, make_private_folder, now, start_task
@@ -40,9 +48,9 @@ def usable_path(path: Path | None) -> Path:
     try:
         make_private_folder(path.parent)
     except OSError as error:
-        raise IdentityFileError(
+        raise (FullDiskError if is_full(error) else IdentityFileError)(
             f"cannot make the folder {path.parent} for the identity file: {error.strerror}.",
-            "Name another file with --identity.",
+            remedy_for(error, "Name another file with --identity."),
         ) from error
     return path
 

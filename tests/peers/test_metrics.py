@@ -22,7 +22,7 @@ import opendiloco.storage.checkpointer
 import opendiloco.workers.telemetry  # noqa: F401  (both count)
 from peers import metrics
 from peers.errors import LocalNetworkError
-from peers.metrics import DROPPED, Health, MetricsServer
+from peers.metrics import DROPPED, NODE_METRICS, Health, MetricsServer
 
 UNUSUAL = "diloco_peer_held_out_bits_per_byte use base unit"
 """The one thing that promtool finds: it takes the field's own unit for another one's."""
@@ -173,6 +173,18 @@ def test_bytes_are_told_by_direction_and_not_when_the_counting_began() -> None:
     assert metrics.bytes_moved(counter) == (0, 0)
     counter.labels("sent").inc(3)
     assert metrics.bytes_moved(counter) == (3, 0)
+
+
+def test_a_bootstrap_node_serves_its_own_metrics_and_not_when_counting_began() -> None:
+    """Regression: it listed losses and steps as NaN, and a `_created` beside each counter."""
+    DROPPED.labels("message").inc()
+    server = MetricsServer(0, registry=NODE_METRICS)
+    _, page = get(server, "/metrics")
+    server.close()
+    names = {line.split()[2] for line in page.splitlines() if line.startswith("# TYPE ")}
+    assert {"diloco_peer_dropped_total", "diloco_peer_checkpoints_total", "process_open_fds"} <= names
+    assert not [name for name in names if name.endswith(("_created", "_loss", "outer_step")) and "archive" not in name]
+    assert " NaN" not in page.replace("diloco_peer_known_runs NaN", "")
 
 
 def test_losses_are_not_known_where_nothing_is_trained() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
@@ -12,6 +13,7 @@ import peers.network.bootstrap
 from opendiloco.cli import main
 from opendiloco.cli.bootstrap import _show_addresses, _tell_local_network
 from peers import metrics
+from peers.errors import LocalNetworkError
 from peers.network.links import LinkSettings
 
 
@@ -72,13 +74,27 @@ def test_a_bootstrap_node_serves_metrics(monkeypatch: pytest.MonkeyPatch, tmp_pa
     async def run_bootstrap(*arguments: object) -> None:
         return None
 
-    served: list[tuple[int, str]] = []
+    served: list[tuple[object, ...]] = []
     monkeypatch.setattr(peers.network.bootstrap, "run_bootstrap", run_bootstrap)
-    monkeypatch.setattr(metrics, "MetricsServer", lambda port, host: served.append((port, host)))
+    monkeypatch.setattr(metrics, "MetricsServer", lambda *given: served.append(given))
     arguments = ["bootstrap", "--identity", str(tmp_path / "key.pem"), "--metrics-port", "9000"]
     assert CliRunner().invoke(main, arguments).exit_code == 0
     assert CliRunner().invoke(main, [*arguments, "--metrics-host", "0.0.0.0"]).exit_code == 0
-    assert served == [(9000, "127.0.0.1"), (9000, "0.0.0.0")]
+    assert served == [(9000, host, metrics.NODE_METRICS) for host in ("127.0.0.1", "0.0.0.0")]
+
+
+def test_variables_that_a_node_does_not_read_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Regression: DILOCO_LISTEN was ignored without a word."""
+
+    async def run_bootstrap(*arguments: object) -> None:
+        return None
+
+    monkeypatch.setattr(peers.network.bootstrap, "run_bootstrap", run_bootstrap)
+    variables = {"DILOCO_LISTEN": "/ip4/0.0.0.0/tcp/1", "DILOCO_HUORS": "1", "DILOCO_LOG_LEVEL": "info"}
+    arguments = ["bootstrap", "--identity", str(tmp_path / "key.pem")]
+    done = CliRunner().invoke(main, arguments, env=variables)
+    assert "a bootstrap node does not read DILOCO_HUORS, DILOCO_LISTEN: give options instead" in done.output
+    assert "does not read" not in CliRunner().invoke(main, arguments).output
 
 
 def test_an_archive_that_cannot_be_written_is_found_at_the_start(
@@ -86,8 +102,8 @@ def test_an_archive_that_cannot_be_written_is_found_at_the_start(
 ) -> None:
     """Regression: it was found with the first run, hours later."""
 
-    async def run_bootstrap(*arguments: object) -> None:
-        return None
+    async def run_bootstrap(*arguments: Any) -> None:
+        arguments[5](("/ip4/192.0.2.1/tcp/1/p2p/a",))
 
     monkeypatch.setattr(peers.network.bootstrap, "run_bootstrap", run_bootstrap)
     arguments = ["bootstrap", "--identity", str(tmp_path / "key.pem"), "--archive"]
@@ -102,6 +118,23 @@ def test_an_archive_that_cannot_be_written_is_found_at_the_start(
     assert refused.exit_code == 6
     assert f"the archive's folder {bad} cannot be used: Not a directory." in refused.output
     assert "--archive" in refused.output
+
+
+def test_a_node_that_cannot_start_does_not_print_where_it_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Regression: it printed where its dashboard, metrics and archive were, and then that a port was in use."""
+
+    async def run_bootstrap(*arguments: Any) -> None:
+        if not is_free:
+            raise LocalNetworkError("the port is in use.")
+        arguments[5](("/ip4/192.0.2.1/tcp/1/p2p/a",))
+
+    monkeypatch.setattr(peers.network.bootstrap, "run_bootstrap", run_bootstrap)
+    parts = ("--dashboard", "127.0.0.1:0", "--metrics-port", "0", "--archive", str(tmp_path / "archive"))
+    for is_free in (False, True):
+        done = CliRunner().invoke(main, ["bootstrap", "--identity", str(tmp_path / "key.pem"), *parts])
+        assert done.exit_code == (0 if is_free else 5)
+        for line in ("The dashboard is at", "metrics are at", "The archive is in"):
+            assert (line in done.output) is is_free
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
 import io
 import os
 import pkgutil
@@ -87,6 +89,14 @@ def test_the_version_and_that_of_the_protocol_are_shown() -> None:
     shown = CliRunner().invoke(group.main, ["--version"])
     assert shown.exit_code == 0
     assert shown.output == f"diloco-peer {version('diloco-peer')}, protocol version {PROTOCOL_VERSION}\n"
+
+
+def test_a_command_ends_without_a_last_collection_of_garbage(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: `doctor` ended five seconds after its last line."""
+    at_exit: list[object] = []
+    monkeypatch.setattr(atexit, "register", lambda function, *arguments: at_exit.append(function))
+    CliRunner().invoke(group.main, ["config", "show"])
+    assert gc.freeze in at_exit
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from opendiloco.volunteer import identity
 from opendiloco.volunteer.identity import _default_path, hold_identity, load_identity
-from peers.errors import InUseError, LocalNetworkError
+from peers.errors import FullDiskError, InUseError, LocalNetworkError
 
 
 def test_the_same_peer_at_every_start(tmp_path: Path) -> None:
@@ -53,6 +56,19 @@ def test_the_default_is_in_the_users_configuration(tmp_path: Path, monkeypatch: 
     with hold_identity(None):
         assert path.stat().st_mode & 0o777 == 0o600
         assert path.parent.stat().st_mode & 0o777 == 0o700
+
+
+def test_a_full_disk_has_its_own_exit_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: 2 for the folder, but 6 for the file."""
+
+    def fail(folder: Path) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    monkeypatch.setattr(identity, "make_private_folder", fail)
+    with pytest.raises(FullDiskError, match=r"cannot make the folder .*: No space .* Free some space there") as refused:
+        load_identity(None)
+    assert refused.value.exit_code == 6
 
 
 def test_a_configuration_folder_that_cannot_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
