@@ -281,15 +281,17 @@ class Examination:
         trains: bool,
         report: Callable[[Finding], None],
         on_activity: Callable[[str], None],
+        if_refused: str = "",
     ) -> None:
         """Prepare the examination, which trains a little if `trains`. It calls `report` with each finding, and
-        `on_activity` with each activity that begins. Raises: AdmissionError if the settings name an invalid ticket."""
+        `on_activity` with each activity that begins. `if_refused` is the remedy if the run does not admit `key`; empty:
+        the one of the refusal. Raises: AdmissionError if the settings name an invalid ticket."""
         self._findings: list[Finding] = []
         self._settings = settings
         self._run_id = invite.run_id if invite else None
         self._addresses = invite.addresses if invite else settings.initial_peers
         self._ticket = None if settings.ticket is None else read_ticket(settings.ticket)
-        self._key = key
+        self._key, self._if_refused = key, if_refused
         self._trains = trains
         self._listener = report
         self._at = on_activity
@@ -393,7 +395,7 @@ class Examination:
             found = "the run is open to all" if entered is None else "the run accepts the ticket"
             admission = passed("admission", found)
         except DilocoPeerError as error:
-            admission = failed_with("admission", error)
+            admission = failed("admission", error.message, self._if_refused or error.remedy)
         beats = [beat for beat in await transport.heartbeats(run_id) if beat.peer != self._key.peer_id]
         view = RunView(run, beats)
         self._others = list(view.trainers)
