@@ -296,7 +296,6 @@ class Examination:
         self._listener = report
         self._at = on_activity
         self._nodes: list[Node] = []
-        self._latency = LATENCY
         self._bandwidth: Bandwidth | None = None
         self._others: list[Heartbeat] = []
         self._run: Run | None = None
@@ -365,7 +364,6 @@ class Examination:
 
     async def _examine_swarm(self, transport: HivemindTransport) -> None:
         self._nodes = await asyncio.gather(*(with_clock(transport, node) for node in self._nodes))
-        self._latency = min((node.seconds for node in self._nodes if node.seconds is not None), default=LATENCY)
         self._report(check_bootstrap(self._nodes, None), check_clock(self._nodes))
         self._at("asking how this machine is seen")
         self._report(await check_reach(transport, self._nodes))
@@ -431,8 +429,9 @@ class Examination:
             self._report(skipped("round", f"the {'speed' if speed is None else 'bandwidth'} is not known"))
             return
         others = [beat.speed for beat in self._others]
+        latency = min((node.seconds for node in self._nodes if node.seconds is not None), default=LATENCY)
         bandwidth = self._bandwidth.within(self._settings.upload_limit, self._settings.download_limit)
-        plan = _plan_among(self._run.config, skeleton, speed, bandwidth, self._latency, others)
+        plan = _plan_among(self._run.config, skeleton, speed, bandwidth, latency, others)
         limits = self._settings.monthly_limits
         self._report(
             _check_round(plan, is_peer_assumed=not others, is_speed_measured=bool(speed.steps), monthly=limits)
