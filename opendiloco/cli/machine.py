@@ -20,7 +20,6 @@ from opendiloco.cli.options import (
     FOLDER,
     PATH_KEY,
     SettingsCommand,
-    is_typed,
     join_option,
     join_settings,
     parse_run,
@@ -87,24 +86,21 @@ def demo(peers: int, minutes: float, run: Path | None, out: Path | None, plain: 
 
 
 @contextmanager
-def _examining(path: Path | None) -> Iterator[Identity]:
-    """Yield the key for `doctor`: the one in the file `path`, or a new one if the file is missing or in use."""
+def _examining(path: Path) -> Iterator[tuple[Identity, str]]:
+    """Yield the key for `doctor`: the one in the file `path`, or a new one if the file is missing or in use. Also yield
+    the remedy if a run refuses a new key; empty for the key in the file."""
     from peers.values.identity import Identity
 
     with ExitStack() as stack:
         key = None
-        if path is not None and (
-            os.path.exists(path) or (path.parent.is_dir() and not os.access(path.parent, os.X_OK))
-        ):
+        if os.path.exists(path) or (path.parent.is_dir() and not os.access(path.parent, os.X_OK)):
             with suppress(InUseError):
                 key = stack.enter_context(reader(path))  # raises IdentityFileError if the file cannot be read
-        if path is not None and key is None:
-            click.echo(
-                f"{path} is missing or in use: doctor takes a new key, which a run by invitation may refuse. Make the "
-                "file with `identity show --identity`, or leave the run first.",
-                err=True,
-            )
-        yield key or Identity.generate()
+        remedy = (
+            f"doctor tried a new key, because {path} is missing or in use. If it is missing, make it with `diloco-peer "
+            f"identity show --identity {path}`, and ask for a ticket for its peer id; else leave the run first."
+        )
+        yield (Identity.generate(), remedy) if key is None else (key, "")
 
 
 @click.command(cls=SettingsCommand, short_help="Check that this machine can train, or name what to change.")
@@ -125,16 +121,15 @@ def doctor(settings: JoinSettings, trial: bool, is_json: bool) -> None:
 
     from opendiloco.tools.doctor.examination import Examination
     from opendiloco.tools.doctor.findings import Verdict, as_json, conclusion, show, worst
+    from opendiloco.volunteer.identity import default_path
     from opendiloco.volunteer.interrupts import run_interruptible
 
     refuse_torchrun(os.environ)
     invite = parse_run(settings.run, settings.initial_peers, settings.state) if settings.run else None
-    # If --identity is not typed, a new key is used, because a volunteer may be using this machine's own key.
-    is_named = is_typed(click.get_current_context(), "identity")
     console = Console()
     is_live = console.is_terminal and not is_json
     with (
-        _examining(settings.identity if is_named else None) as key,
+        _examining(settings.identity or default_path()) as (key, if_refused),
         console.status("") if is_live else nullcontext() as status,
     ):
 
@@ -146,7 +141,7 @@ def doctor(settings: JoinSettings, trial: bool, is_json: bool) -> None:
             if status is not None:
                 status.update(f"{what} …")
 
-        examination = Examination(settings, invite, key, trial, tell, at)
+        examination = Examination(settings, invite, key, trial, tell, at, if_refused)
         findings = run_interruptible(lambda interrupts: examination.run())
     if findings is None:
         raise SystemExit(INTERRUPTED)

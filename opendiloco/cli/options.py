@@ -90,9 +90,12 @@ class RunCommand(click.Command):
         return [*super().collect_usage_pieces(ctx), "[INVITE]"]
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        empty = click.UsageError("--run has no invite after it: if you gave a variable, it is empty.", ctx)
+        if args[-1:] == ["--run"]:
+            raise empty
         given, rest, _ = self.make_parser(ctx).parse_args(list(args))
-        if str(given.get("run") or "").startswith("-"):
-            raise click.UsageError("--run has no invite after it: if you gave a variable, it is empty.", ctx)
+        if "run" in given and (given["run"] or "-").startswith("-"):
+            raise empty
         if len(rest) == 1:
             if given.get("run"):
                 raise click.UsageError("the run is named twice: leave out --run.", ctx)

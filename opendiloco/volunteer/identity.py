@@ -34,7 +34,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-def _default_path() -> Path:
+def default_path() -> Path:
+    """Return the path of this machine's key file, unless its owner names another one."""
     base = os.environ.get("XDG_CONFIG_HOME")
     return (Path(base) if base else Path.home() / ".config") / "diloco-peer" / "identity.pem"
 
@@ -44,7 +45,7 @@ def usable_path(path: Path | None) -> Path:
     if that fails."""
     if path is not None:
         return path
-    path = _default_path()
+    path = default_path()
     try:
         make_private_folder(path.parent)
     except OSError as error:

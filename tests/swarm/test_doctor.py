@@ -83,11 +83,11 @@ def faultless(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(examination, "check_disk", lambda state, *of_a_run: passed("disk", "enough"))
 
 
-def examine(*addresses: str, run: str | None = None) -> dict[str, Finding]:
+def examine(*addresses: str, run: str | None = None, remedy: str = "") -> dict[str, Finding]:
     settings = JoinSettings(run=run or "", initial_peers=addresses, listen=LISTEN)
     invite = Invite(run, addresses) if run else None
     heard: list[Finding] = []
-    made = Examination(settings, invite, Identity.generate(), True, heard.append, lambda what: None)
+    made = Examination(settings, invite, Identity.generate(), True, heard.append, lambda what: None, remedy)
     assert asyncio.run(made.run()) == heard
     return {finding.name: finding for finding in heard}
 
@@ -129,12 +129,15 @@ def test_a_run_that_nobody_knows_and_one_that_does_not_admit_us(tmp_path: Path) 
         findings = examine(address, run=UNKNOWN_RUN)
         path = site.write_run(str(write_corpus(tmp_path / "corpus")))
         path.write_text(path.read_text() + '\n[admission]\nmode = "invite"\n')
-        refused = examine(address, run=Invite.parse(announce_run(path, address)).run_id)
+        invited = Invite.parse(announce_run(path, address)).run_id
+        refused = examine(address, run=invited)
+        with_new_key = examine(address, run=invited, remedy="Make a key.")
     assert failing(findings) == {"run"}
     assert findings["bandwidth"].values["measured_with"] == "a bootstrap node"
     assert findings["peers"].verdict is findings["round"].verdict is Verdict.SKIPPED
     assert failing(refused) == {"admission", "data"}, "nor was its text named"
     assert "--ticket" in refused["admission"].remedy
+    assert with_new_key["admission"].remedy == "Make a key."
     assert "--data" in refused["data"].remedy
     assert "see data" in refused["speed"].found
     assert refused["speed"].verdict is refused["round"].verdict is Verdict.SKIPPED

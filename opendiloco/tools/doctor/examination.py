@@ -281,20 +281,21 @@ class Examination:
         trains: bool,
         report: Callable[[Finding], None],
         on_activity: Callable[[str], None],
+        if_refused: str = "",
     ) -> None:
         """Prepare the examination, which trains a little if `trains`. It calls `report` with each finding, and
-        `on_activity` with each activity that begins. Raises: AdmissionError if the settings name an invalid ticket."""
+        `on_activity` with each activity that begins. `if_refused` is the remedy if the run does not admit `key`; empty:
+        the one of the refusal. Raises: AdmissionError if the settings name an invalid ticket."""
         self._findings: list[Finding] = []
         self._settings = settings
         self._run_id = invite.run_id if invite else None
         self._addresses = invite.addresses if invite else settings.initial_peers
         self._ticket = None if settings.ticket is None else read_ticket(settings.ticket)
-        self._key = key
+        self._key, self._if_refused = key, if_refused
         self._trains = trains
         self._listener = report
         self._at = on_activity
         self._nodes: list[Node] = []
-        self._latency = LATENCY
         self._bandwidth: Bandwidth | None = None
         self._others: list[Heartbeat] = []
         self._run: Run | None = None
@@ -363,7 +364,6 @@ class Examination:
 
     async def _examine_swarm(self, transport: HivemindTransport) -> None:
         self._nodes = await asyncio.gather(*(with_clock(transport, node) for node in self._nodes))
-        self._latency = min((node.seconds for node in self._nodes if node.seconds is not None), default=LATENCY)
         self._report(check_bootstrap(self._nodes, None), check_clock(self._nodes))
         self._at("asking how this machine is seen")
         self._report(await check_reach(transport, self._nodes))
@@ -393,7 +393,7 @@ class Examination:
             found = "the run is open to all" if entered is None else "the run accepts the ticket"
             admission = passed("admission", found)
         except DilocoPeerError as error:
-            admission = failed_with("admission", error)
+            admission = failed("admission", error.message, self._if_refused or error.remedy)
         beats = [beat for beat in await transport.heartbeats(run_id) if beat.peer != self._key.peer_id]
         view = RunView(run, beats)
         self._others = list(view.trainers)
@@ -429,8 +429,9 @@ class Examination:
             self._report(skipped("round", f"the {'speed' if speed is None else 'bandwidth'} is not known"))
             return
         others = [beat.speed for beat in self._others]
+        latency = min((node.seconds for node in self._nodes if node.seconds is not None), default=LATENCY)
         bandwidth = self._bandwidth.within(self._settings.upload_limit, self._settings.download_limit)
-        plan = _plan_among(self._run.config, skeleton, speed, bandwidth, self._latency, others)
+        plan = _plan_among(self._run.config, skeleton, speed, bandwidth, latency, others)
         limits = self._settings.monthly_limits
         self._report(
             _check_round(plan, is_peer_assumed=not others, is_speed_measured=bool(speed.steps), monthly=limits)

@@ -63,6 +63,8 @@ def test_commands_take_the_run_that_this_machine_is_in(
         (["no run", "--run", RUN], 2, "the run is named twice: leave out --run"),
         ([], 2, "Missing option '--run'"),
         (["--run", "--identity", "x"], 2, "--run has no invite after it: if you gave a variable, it is empty"),
+        (["--run"], 2, "--run has no invite after it: if you gave a variable, it is empty"),
+        (["--run", ""], 2, "--run has no invite after it: if you gave a variable, it is empty"),
         (["--run", RUN, "--until", "2001-01-01 07:30"], 2, "'2001-01-01 07:30' is in the past"),
     ],
 )

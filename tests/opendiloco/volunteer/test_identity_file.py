@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from opendiloco.volunteer import identity
-from opendiloco.volunteer.identity import _default_path, hold_identity, load_identity
+from opendiloco.volunteer.identity import default_path, hold_identity, load_identity
 from peers.errors import FullDiskError, InUseError, LocalNetworkError
 
 
@@ -52,7 +52,7 @@ def test_the_other_command_that_uses_the_key_is_named(tmp_path: Path) -> None:
 def test_the_default_is_in_the_users_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     path = tmp_path / "config" / "diloco-peer" / "identity.pem"
-    assert _default_path() == path
+    assert default_path() == path
     with hold_identity(None):
         assert path.stat().st_mode & 0o777 == 0o600
         assert path.parent.stat().st_mode & 0o777 == 0o700
