@@ -199,8 +199,14 @@ def _are_here(addresses: tuple[str, ...]) -> bool:
 
 
 def _show_addresses(addresses: tuple[str, ...]) -> None:
+    from peers.network.contacts import host_of, is_numeric, is_public
+
     click.echo("\n".join(("This node can be reached at", *(f"  {address}" for address in addresses))))
     where = "this" if _are_here(addresses) else "any"
+    hosts = [host_of(address) or "" for address in addresses]
+    if where == "any" and all(is_numeric(host) and not is_public(host) for host in hosts):
+        click.echo("None of these addresses is public. For peers in other networks add, with the public address,")
+        click.echo("  --announce /ip4/PUBLIC-ADDRESS/tcp/PORT")
     click.echo(f"To start a run, type on {where} machine, in an environment with torch")
     click.echo("(the first command writes a small run.toml):")
     click.echo("  diloco-peer run example > run.toml")

@@ -70,6 +70,17 @@ def test_the_machines_that_can_use_a_node_are_named(host: str, where: str, capsy
     assert f"type on {where} machine, in an environment with torch" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("hosts", "is_warned"),
+    [(["ip4/10.0.0.5"], True), (["ip4/10.0.0.5", "ip4/8.8.8.8"], False), (["dns4/a.org"], False)],
+)
+def test_a_node_without_a_public_address_names_the_option(
+    hosts: list[str], is_warned: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _show_addresses(tuple(f"/{host}/tcp/1/p2p/a" for host in hosts))
+    assert ("--announce /ip4/PUBLIC-ADDRESS/tcp/PORT" in capsys.readouterr().out) is is_warned
+
+
 def test_a_bootstrap_node_serves_metrics(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     async def run_bootstrap(*arguments: object) -> None:
         return None
