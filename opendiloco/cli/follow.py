@@ -51,8 +51,8 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class _FollowPlan:
-    """The options of `follow`. `every` is the number of outer steps between two states to evaluate or export; `page` is
-    the dashboard's socket, or None."""
+    """The options of `follow`. `every` is the number of outer steps between two states to evaluate or export, besides
+    the last; `page` is the dashboard's socket, or None."""
 
     every: int
     evaluate: bool
@@ -87,7 +87,7 @@ class _FollowPlan:
     type=click.IntRange(min=1),
     metavar="N",
     default=1,
-    help="Evaluate and export after the outer steps that are multiples of N.",
+    help="Evaluate and export after the outer steps that are multiples of N, and after the last.",
 )
 @click.option("--evaluate", is_flag=True, help="Print the loss on the run's held-out text.")
 @data_option("Folder or file with text for the held-out loss.")
@@ -212,7 +212,7 @@ async def _track(
                 in_force = news.log.amendment
             for found in RunView(run, following.donors.heartbeats).held_out:
                 losses.setdefault(found.index, found.loss)
-            if model is not None and news.index % plan.every == 0:
+            if model is not None and (news.index % plan.every == 0 or news.index >= last(news.log)):
                 past = partial(history_of, run, following, losses)
                 loss = await _use_model(run, news, past, model, plan, folder)
                 if loss is not None:

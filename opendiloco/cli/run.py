@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import glob
 import json
 import logging
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import chdir, contextmanager
+from contextlib import AsyncExitStack, chdir, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +23,7 @@ from opendiloco.cli.options import (
     spelled_out,
     writing,
 )
-from opendiloco.data.own_files import OwnFiles, local_sources
+from opendiloco.data.own_files import OwnFiles, is_here, local_sources, with_paths_marked
 from opendiloco.errors import DataError
 from opendiloco.quantities import OptimizerState
 from peers.errors import ManifestError, SwarmUnreachableError
@@ -193,6 +192,7 @@ def _create(
     with _warnings_last(), watched_by(StageLog()):
         at_stage("checking the model")
         with chdir(run_toml.parent):
+            config = config.model_copy(update={"data": with_paths_marked(config.data)})
             config = _with_tokens_named(_with_tokenizer_named(config))
             _check(config, without_text)
             from opendiloco.model.build import with_sizes_named  # imports transformers; the checks above do not need it
@@ -354,7 +354,7 @@ def _check(config: RunConfig, without_text: bool = False) -> None:
     for source in local_sources(config.data):
         if source.startswith("~"):
             raise DataError(f"data.source = {source!r} has a tilde.", "Write the full path into the manifest.")
-        if _is_here(source):
+        if is_here(source):
             continue
         if not (without_text or config.evaluation.digest or all(one.digest for one in config.data.all_sources)):
             raise DataError(
@@ -370,11 +370,6 @@ def _check(config: RunConfig, without_text: bool = False) -> None:
         logger.warning("the model is not checked: %s", error)
         return
     build_skeleton(config, tokenizer)
-
-
-def _is_here(source: str) -> bool:
-    """Return True if a local source exists on this machine, as a folder, a file, or files that match a pattern."""
-    return Path(source).exists() or any(glob.iglob(source, recursive=True))
 
 
 def _beyond_schedules(config: RunConfig, overrides: Overrides) -> Iterator[str]:
@@ -467,7 +462,7 @@ def _with_held_out_text_named(config: RunConfig) -> RunConfig:
     section, folders = config.evaluation, local_sources(config.data)
     if not folders:
         return config
-    if not all(map(_is_here, folders)):
+    if not all(map(is_here, folders)):
         if section.every and section.digest is None and any(one.digest is None for one in config.data.all_sources):
             logger.warning(
                 "the run gets no evaluation.digest, since its text is not on this machine: volunteers will not publish "
@@ -574,10 +569,16 @@ async def _send_amendment(invite: Invite, key: Identity, changes: Mapping[str, A
     from opendiloco.view.run_view import RunView
     from opendiloco.volunteer.volunteer import connected
     from peers.network.known_runs import send_amendment
+    from peers.values.identity import Identity
 
-    async with connected(key, invite.addresses, client_mode=True) as transport:
+    async with AsyncExitStack() as stack:
+        # No node talks to itself, so a new key also reaches a volunteer or bootstrap node with the organiser's key.
+        transport = await stack.enter_async_context(connected(Identity.generate(), invite.addresses, client_mode=True))
         run = await find_run(transport, invite.run_id)
         _check_key(run, key)
+        if run.manifest.is_by_invitation:  # its peers answer only the organiser and admitted peers
+            transport = await stack.enter_async_context(connected(key, invite.addresses, client_mode=True))
+            transport.learn(run.manifest)
         view = RunView(run, await transport.heartbeats(run.run_id))
         signed = _next_amendment(view, key, changes)
         if rise := _rise(view, signed):

@@ -49,8 +49,29 @@ def is_local(source: str) -> bool:
     for "stdlib": the source code of Python's standard library."""
     from opendiloco.config.data import STANDARD_LIBRARY  # a late import: pydantic would slow down `--help`
 
-    is_on_the_hub = HUB_NAME.fullmatch(source) and not FORMAT.fullmatch(source) and not os.path.lexists(source)
-    return source != STANDARD_LIBRARY and not is_on_the_hub
+    return source != STANDARD_LIBRARY and not (_is_hub_name(source) and not os.path.lexists(source))
+
+
+def _is_hub_name(source: str) -> bool:
+    return bool(HUB_NAME.fullmatch(source)) and not FORMAT.fullmatch(source)
+
+
+def is_here(source: str) -> bool:
+    """Return True if a local source exists on this machine, as a folder, a file, or files that match a pattern."""
+    return Path(source).exists() or any(glob.iglob(source, recursive=True))
+
+
+def with_paths_marked(section: DataSection) -> DataSection:
+    """Return a run's data section with "./" before each local source that looks like a hub name, such as "text.txt":
+    in a folder without that file, the name would mean a data set on the hub."""
+    sources = section.all_sources
+    marked = tuple(
+        one.model_copy(update={"source": f"./{one.source}"})
+        if is_local(one.source) and _is_hub_name(one.source)
+        else one
+        for one in sources
+    )
+    return section if marked == sources else section.with_sources(marked)
 
 
 def local_sources(section: DataSection) -> list[str]:

@@ -227,12 +227,14 @@ def _plain(words: str) -> str:
 
 def _training(config: RunConfig, facts: RunFacts) -> str:
     training, inner, outer = config.training, config.inner_optimizer, config.outer_optimizer
+    count = _contributors(facts)
+    trainers = f"{count} peer{'s' * (count != '1')}"
     amended = "\nThe organiser then changed these values:\n\n" * bool(facts.amendments)
     amended += "".join(f"- {line}\n" for line in facts.amendments)
     return f"""\
 ## How it was made
 
-{_contributors(facts)} peers trained {facts.tokens:,} tokens in {facts.outer_steps} outer steps. By the run's manifest,
+{trainers} trained {facts.tokens:,} tokens in {facts.outer_steps} outer steps. By the run's manifest,
 each peer made up to {training.inner_steps} inner steps at a time with {inner.kind}, in batches of
 {training.batch_size} windows, at a learning rate of up to {inner.learning_rate:g}. Pseudo-gradients were sent as
 {config.codec.kind}; their average was applied at a learning rate of {outer.learning_rate:g}, with a momentum of

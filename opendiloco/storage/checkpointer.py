@@ -42,6 +42,7 @@ class Checkpointer:
         self._plan = plan
         self._waiting: FrozenSnapshot | None = None
         self._writing: asyncio.Task[None] | None = None
+        self._unfinished = ""  # what the writer process is writing, for a warning
         self._cause: str | None = None  # why the last checkpoint was not written, without its name; None: it was
 
     def take(self, state: FrozenSnapshot) -> None:
@@ -72,12 +73,13 @@ class Checkpointer:
             await asyncio.wait([self._writing], timeout=CLOSE_SECONDS)
         finally:
             if self._writing.cancel():
-                logger.warning("the last checkpoint was not finished; earlier ones are in %s", self._plan.folder)
+                logger.warning("%s not finished; earlier ones are in %s", self._unfinished, self._plan.folder)
             await asyncio.gather(self._writing, return_exceptions=True)
 
     async def _write_waiting(self) -> None:
         while self._waiting is not None:
             state, self._waiting = self._waiting, None
+            self._unfinished = "the last checkpoint was"
             job = checkpoint_job(self._plan, state)
             try:
                 status, report = await _run_writer(job, job.descriptor)
@@ -99,6 +101,7 @@ class Checkpointer:
     async def _keep_moments(self, workers: Supervisor, index: int) -> None:
         """Save the moments of the workers' inner optimizer, after `index` outer steps, beside the checkpoint. Remove
         the older file of moments."""
+        self._unfinished = "the last checkpoint is saved, but the inner optimizer's moments were"
         job = MomentsJob(self._plan, index)
         partial = job.path.with_name(job.path.name + PARTIAL)
         try:

@@ -24,7 +24,7 @@ from peers.network.channel import PeerUnreachableError
 from peers.network.known_runs import KnownRuns
 from peers.presence.heartbeat import Heartbeat, PeerState
 from peers.values.identity import Identity
-from peers.values.manifest import AMENDMENTS_LIMIT, Amendment, Invite
+from peers.values.manifest import AMENDMENTS_LIMIT, Amendment, Invite, SignedManifest
 from tests.opendiloco.training.recorded_run import amendment as sign
 from tests.opendiloco.view.test_agreement import beat
 
@@ -241,7 +241,7 @@ def test_only_the_organiser_signs(run: Run) -> None:
 class Network:
     """Peers that take amendments, and some that are gone."""
 
-    peer_id = ORGANISER.peer_id
+    peer_id = ""  # of the newest connection
 
     def __init__(self, run: Run, beats: list[Heartbeat], gone: str = "") -> None:
         self.beats, self.gone, self.nodes = beats, gone, {one.peer: KnownRuns() for one in beats}
@@ -252,7 +252,10 @@ class Network:
         return self.beats
 
     async def connect(self, peer_id: str, addresses: tuple[str, ...]) -> bool:
-        return peer_id not in self.gone
+        return peer_id not in (self.gone, self.peer_id)
+
+    def learn(self, manifest: SignedManifest) -> None:
+        pass
 
     async def call(self, peer_id: str, name: str, payload: bytes, timeout: float) -> bytes:
         if peer_id == "b":
@@ -262,7 +265,8 @@ class Network:
 
 def amended(network: Network, run: Run, monkeypatch: pytest.MonkeyPatch) -> tuple[Amendment, int]:
     @asynccontextmanager
-    async def connected(*_: Any, **__: Any) -> AsyncIterator[Network]:
+    async def connected(key: Identity, *_: Any, **__: Any) -> AsyncIterator[Network]:
+        network.peer_id = key.peer_id
         yield network
 
     async def found(*_: Any) -> Run:
@@ -286,6 +290,21 @@ def test_it_is_given_to_all_peers_that_train(run: Run, monkeypatch: pytest.Monke
     signed, told = amended(network, run, monkeypatch)
     assert told == 2
     assert {name for name, node in network.nodes.items() if node.amendment_of(run.run_id) == signed} == {"a", "f"}
+
+
+def test_a_volunteer_with_the_organisers_key_takes_it(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: the organiser's own volunteer, alone in its run, was not reached, as no node talks to itself."""
+    _, told = amended(Network(run, [saying(ORGANISER.peer_id)]), run, monkeypatch)
+    assert told == 1
+
+
+def test_the_peers_of_a_run_by_invitation_hear_the_organiser(
+    small_content: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run.sign(RunConfig.model_validate(small_content | {"admission": {"mode": "invite"}}), ORGANISER)
+    network = Network(run, [saying("a")])
+    amended(network, run, monkeypatch)
+    assert network.peer_id == ORGANISER.peer_id
 
 
 def test_it_is_an_error_where_nobody_takes_it(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -340,10 +340,13 @@ def test_a_signal_ends_it(
 
 
 @pytest.mark.usefixtures("model")
-def test_every_nth_state_is_evaluated(recorded: RecordedRun) -> None:
-    result = follow(recorded, "--until", ENTRIES, "--every", 2, "--evaluate")
+@pytest.mark.parametrize(("every", "evaluated"), [(2, (2, 4)), (3, (3, 4))])
+def test_every_nth_state_and_the_last_are_evaluated(
+    recorded: RecordedRun, every: int, evaluated: tuple[int, int]
+) -> None:
+    result = follow(recorded, "--until", ENTRIES, "--every", every, "--evaluate")
     assert [line for line in result.stdout.splitlines() if "loss" in line] == [
-        f"outer step {index}: held-out loss 2.500 (perplexity 12.2, 1.250 bits per byte)" for index in (2, 4)
+        f"outer step {index}: held-out loss 2.500 (perplexity 12.2, 1.250 bits per byte)" for index in evaluated
     ]
 
 

@@ -172,7 +172,7 @@ def test_relative_paths_start_at_the_folder_of_run_toml(
     assert not missing.stdout
     assert created(content, "--without-text").exit_code == 0
     write_corpus(tmp_path / "home" / "texts")
-    done = created(content)
+    done = created(small_content | {"data": small_content["data"] | {"source": "texts"}})
     assert done.exit_code == 0, done.output
     [manifest] = re.findall(r"^manifest: +(\S+)$", done.stdout, re.MULTILINE)
     config = Run.from_manifest(SignedManifest.unpack(Path(manifest).read_bytes())).config

@@ -11,7 +11,7 @@ import pytest
 
 from opendiloco.config.data import DataSection, SourceSection
 from opendiloco.data.corpus import open_corpus
-from opendiloco.data.own_files import check_files, is_local, local_sources, volunteered
+from opendiloco.data.own_files import check_files, is_local, local_sources, volunteered, with_paths_marked
 from opendiloco.errors import DataError
 
 pytestmark = pytest.mark.usefixtures("own_dataset_cache")
@@ -84,6 +84,17 @@ def test_every_local_source_of_a_mixture_is_replaced_by_a_folder_that_was_named(
         with pytest.raises(DataError, match=r"2 local sources, '/etc', '/root', and \d folders are given") as caught:
             volunteered(theirs, folders)
         assert "in this order" in caught.value.remedy
+
+
+def test_a_path_that_looks_like_a_hub_name_is_marked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: in a folder without that file the name meant a data set on the hub."""
+    (tmp_path / "text.txt").touch()
+    monkeypatch.chdir(tmp_path)
+    marked = with_paths_marked(mixture("stdlib", "allenai/c4", "text.txt", "/etc"))
+    assert [one.source for one in marked.all_sources] == ["stdlib", "allenai/c4", "./text.txt", "/etc"]
+    assert marked.weights == (1, 2, 3, 4)
+    assert with_paths_marked(DataSection(source="text.txt")).source == "./text.txt"
+    assert with_paths_marked(DataSection()) == DataSection()
 
 
 def test_a_mixture_without_local_sources_takes_no_folder(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from opendiloco.config.run_config import RunConfig
 from opendiloco.data.tokenizer import BEGIN, END, PADDING, ByteTokenizer
 from opendiloco.errors import MachineError
 from opendiloco.model.build import build_model
-from opendiloco.model.export import ROWS, CurvePoint, RunFacts, _model_card, export_model
+from opendiloco.model.export import ROWS, CurvePoint, RunFacts, _model_card, _training, export_model
 
 FACTS = RunFacts(
     run_id="small-abc", manifest_digest="cd" * 32, outer_steps=12, tokens=345678, peers=3, held_out_loss=2.15625
@@ -66,6 +66,12 @@ def test_the_model_card_states_the_runs_facts(small_config: RunConfig, tmp_path:
         "# license:",
     ):
         assert fact in card
+
+
+def test_one_peer_is_one_peer(small_config: RunConfig) -> None:
+    """Regression: the card of the first run that an organiser tries began with "1 peers trained"."""
+    facts = FACTS.model_copy(update={"peers": 1, "contributors": 1, "knows_all": True})
+    assert "\n1 peer trained 345,678 tokens" in _training(small_config, facts)
 
 
 def test_the_card_has_curve_data_contributors_and_the_command(small_config: RunConfig, tmp_path: Path) -> None:

@@ -7,6 +7,8 @@ import logging
 import sys
 from collections.abc import Callable, Coroutine
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -97,6 +99,28 @@ def test_leaving_ends_a_process_that_takes_too_long(
     play(chosen, story)
     assert written(chosen) == []
     assert "not finished" in caplog.text
+
+
+def test_leaving_tells_a_saved_checkpoint_from_moments_that_are_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Regression: the warning was "the last checkpoint was not finished", a second after the line that it is saved."""
+    monkeypatch.setattr("opendiloco.storage.checkpointer.CLOSE_SECONDS", 0.0)
+    chosen, began = plan(tmp_path), asyncio.Event()
+
+    async def hang(*_: object) -> None:
+        began.set()
+        await asyncio.Event().wait()
+
+    async def story(checkpointer: Checkpointer) -> None:
+        workers: Any = SimpleNamespace(keep_moments=hang)
+        checkpointer.workers = workers
+        checkpointer.take(frozen(1))
+        await began.wait()
+
+    play(chosen, story)
+    assert written(chosen) == [1]
+    assert "is saved, but the inner optimizer's moments were not finished" in caplog.text
 
 
 def test_leaving_waits_for_what_is_almost_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
