@@ -290,11 +290,13 @@ def main(
         chosen = [method for method in methods if not only or method.name in only]
         train_missing(kept, chosen, seeds, jobs)
     curves = kept.read(methods)
+    inner_steps = next(method.inner_steps for method in methods if method.name == BASE)
     title = (
-        f"convergence: {size} parameters from scratch, {setting.tokens:,} tokens; 2 replicas and 100 inner steps "
+        f"convergence: size {size} from scratch, {setting.tokens:,} tokens; 2 replicas and {inner_steps} inner steps "
         "unless a row names others"
     )
-    report(title, [row(curves, name) for name in names], bars_of(curves), json_file)
+    shown = [name for name in names if name in curves] or names
+    report(title, [row(curves, name) for name in shown], bars_of(curves), json_file)
     if plot_file:
         plot_file.write_text(plot(curves), encoding="utf-8")
 

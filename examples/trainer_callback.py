@@ -25,6 +25,8 @@ class Text(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
 
     def __init__(self, folder: Path, length: int) -> None:
         text = b"".join(path.read_bytes() for path in sorted(folder.rglob("*.txt")))
+        if len(text) < length:
+            raise SystemExit(f"--text {folder}: its .txt files have {len(text)} bytes; one window needs {length}.")
         self._windows = torch.frombuffer(bytearray(text), dtype=torch.uint8).unfold(0, length, length)
 
     def __len__(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -171,6 +172,9 @@ def test_results_are_kept_and_not_trained_again(tmp_path: Path) -> None:
     before = results.read_text(encoding="utf-8")
     printed = CliRunner().invoke(main, [*call, "--only", BASE, "--json", str(tmp_path / "table.json")])
     assert printed.exit_code == 0, printed.output
+    table = json.loads((tmp_path / "table.json").read_text(encoding="utf-8"))
+    assert [line["method"] for line in table["rows"]] == [DATA_PARALLEL, BASE], "rows without a result are left out"
+    assert "and 6 inner steps" in table["title"]
     kept = results.read_text(encoding="utf-8")
     assert kept.startswith(before)
     assert len(kept.splitlines()) == 2
