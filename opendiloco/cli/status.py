@@ -299,9 +299,7 @@ def _picture(view: RunView, signed: SignedHeads, here: Mapping[str, VolunteerSta
         return Group(run.run_id, "no live peers: this run is not training now", *signed_lines(signed), *own)
     table = peers_table([row_of(beat, run.config) for beat in view.peers], run.run_id)
     lines = *held_out_lines(view), *reach_lines(view.peers), *view.amended.lines(), *signed_lines(signed)
-    alone = view.agreement.verdict is None and len(view.working) < 2
-    agreement = "fewer than two peers train now: nothing to compare" if alone else str(view.agreement)
-    return Group(table, *map(Text, [*lines, agreement, *own]))  # as Text, in which rich reads no markup
+    return Group(table, *map(Text, [*lines, str(view.agreement), *own]))  # as Text, in which rich reads no markup
 
 
 def _volunteers_here(run_id: str) -> dict[str, VolunteerStatus]:

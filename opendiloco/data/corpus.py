@@ -492,7 +492,7 @@ def _json_tables(
     from datasets.builder import Key
     from datasets.utils.file_utils import xopen
 
-    rows, broken, keys = 0, 0, dict[str, None]()
+    rows, broken, keys = 0, 0, dict[str, bool]()  # keys: True if the value is a list
     for number, files in enumerate(files_iterables):
         for file in files:
             in_file, other, wrong, has_nul = 0, list[int](), list[int](), False
@@ -505,7 +505,7 @@ def _json_tables(
                     in_file += len(lines)
                     broken += len(lines) - len(numbered)
                     if not numbered or not (rows or any(section.column in line for _, line in numbered)):
-                        keys |= dict.fromkeys(key for _, line in numbered for key in line)
+                        keys |= {key: isinstance(each, list) for _, line in numbered for key, each in line.items()}
                         continue
                     rows += len(numbered)
                     values = [line.get(section.column) for _, line in numbered]
@@ -533,7 +533,8 @@ def _json_tables(
             f"data.column = {section.column!r} is not in {section.source!r}."
             if keys
             else f"data.source = {section.source!r} has no JSON objects among its {broken:,} rows.",
-            f"Choose one of: {', '.join(keys)}." if keys else 'Write an object in each line, such as {"text": "…"}.',
+            (f"Choose one of: {', '.join(keys)}." if keys else 'Write an object in each line, such as {"text": "…"}.')
+            + " If KEY lists the rows: `jq -c '.KEY[]' FILE > rows.jsonl`." * (not keys or any(keys.values())),
         )
 
 

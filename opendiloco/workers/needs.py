@@ -1,7 +1,7 @@
 """The memory, disk, bandwidth and time that a machine needs to take part in a run, computed before it joins.
 
 Memory follows the formula by which `join` checks the machine. Speeds are not measured: they are a share of a GPU's
-peak.
+peak, or the speed that `CPU_FLOPS` assumes.
 """
 
 from __future__ import annotations
@@ -25,6 +25,9 @@ from peers.log.settings import Timing
 from peers.protocol.planning import deadline, seconds_to_send
 
 UTILISATION = 0.4  # assumed share of a GPU's peak speed that training reaches, 0 to 1
+CPU_FLOPS = 3e11
+"""Operations a second that 8 CPU cores are assumed to train with. One core reached 0.67e11 (docs/benchmarks.md,
+`threads`)."""
 SHARE_OF_ROUNDS = 0.1  # share of a peer's time that rounds may take, 0 to 1; determines the needed bandwidth
 CHECKPOINTS = 3  # number of checkpoints on disk: two kept ones, and one that is being written
 MOMENTS_FILES = 2  # number of moments files on disk: a kept one, and one that is being written
@@ -115,6 +118,11 @@ class Needs:
         peak = peak_tokens_per_second(machine.gpu, machine.gpus, self.precision, self.token_flops)
         return None if peak is None else self.tokens / (UTILISATION * peak) / SECONDS_A_DAY
 
+    @property
+    def days_on_cpu(self) -> float | None:
+        """The days for which a peer with 8 CPU cores trains in the run, or None if its speed is unknown."""
+        return None if self.token_flops is None else self.tokens * self.token_flops / CPU_FLOPS / SECONDS_A_DAY
+
     def link(self, days: float) -> tuple[float, float]:
         """Return the seconds that one round may take if the run takes `days` days, and the bits per second that a
         peer's link must then carry in each direction.
@@ -157,8 +165,8 @@ def needs_of(config: RunConfig, skeleton: Any, gpus: int = 1, options: WorkerOpt
 
 
 def needs_lines(needs: Callable[[int], Needs]) -> Iterator[str]:
-    """Yield lines of text: the needs in general, and on each of `MACHINES`. `needs(n)` returns the needs of a peer with
-    n GPUs."""
+    """Yield lines of text: the needs in general, on each of `MACHINES`, and on a CPU. `needs(n)` returns the needs of a
+    peer with n GPUs."""
     one = needs(1)
     beside, alone = in_words(one.main_memory), in_words(one.main_memory_on_cpu)
     yield f"{one.host.values:,} parameters; {one.outer_steps} outer steps, {one.tokens:,} tokens of each peer"
@@ -174,6 +182,9 @@ def needs_lines(needs: Callable[[int], Needs]) -> Iterator[str]:
         days = here.days(machine)
         if days is not None:
             yield f"  {_uplinks(here, days)}"
+    if one.days_on_cpu is not None:
+        days_assumed = f"{days_in_words(one.days_on_cpu)} at {CPU_FLOPS / 1e12:g} TFLOP/s"
+        yield f"8 CPU cores: {days_assumed}; `diloco-peer doctor --run` measures how fast a machine trains"
 
 
 def _uplinks(needs: Needs, days: float) -> str:

@@ -318,6 +318,7 @@ def test_the_command_says_it_without_a_network() -> None:
     assert "8 H100: 34.1 GB of each GPU, and activations; 23 days at 40% of its peak" in done.output
     assert "a contribution: 10.3 GB in int8, 5.15 GB in e2m1, 289 MB in sparse; " in done.output
     assert "  uplink in Mbit/s for a contribution in 4 min: int8 330, e2m1 170, sparse 9.4\n" in done.output
+    assert re.search(r"^8 CPU cores: \d+ days at 0.3 TFLOP/s; `diloco-peer doctor --run` measures", done.output, re.M)
 
 
 def test_the_command_knows_where_moments_are() -> None:
@@ -345,6 +346,7 @@ def test_of_a_small_run_it_says_what_a_person_can_read() -> None:
     assert "each outer step: 235 kB to send" in done.output
     little = "less than a minute at 40% of its peak, and more for rounds, whatever its link"
     assert f"RTX 4090: 539 MB of each GPU, and activations; {little}\n" in done.output
+    assert "8 CPU cores: less than a minute at 0.3 TFLOP/s" in done.output
     assert "e-0" not in done.output
 
 

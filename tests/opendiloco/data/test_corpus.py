@@ -226,7 +226,17 @@ def test_parquet_files_that_differ_in_other_columns(tmp_path: Path, streaming: b
     [
         ("a.jsonl", "", "has no JSON objects among its 0 rows"),
         ("a.jsonl", "no\n", "has no JSON objects among its 1 rows"),
-        ("a.jsonl", '{"body": "a", "n": 1}\n', r"data.column = 'text' is not in .* Choose one of: body, n\."),
+        ("a.jsonl", '{"body": "a", "n": 1}\n', r"data.column = 'text' is not in .* Choose one of: body, n\.$"),
+        (
+            "a.json",
+            '{"train": [{"text": "a"}]}',
+            r"Choose one of: train\. If KEY lists the rows: `jq",
+        ),
+        (
+            "a.json",
+            '{\n"train": [\n{"text":\n"a"}]}',
+            r"among its 4 rows.* If KEY lists the rows: `jq",
+        ),
         (
             "a.jsonl",
             '{"text": "a"}\n{"text": [1]}\n',
