@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import sys
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +24,6 @@ from opendiloco.cli.options import (
     join_option,
     join_settings,
     parse_run,
-    reader,
     refuse_torchrun,
 )
 from opendiloco.errors import MachineError
@@ -36,7 +36,7 @@ from opendiloco.settings.join_settings import (
     settings_of,
     unknown_variables,
 )
-from peers.errors import InUseError, remedy_for
+from peers.errors import IdentityFileError, InUseError, remedy_for
 
 if TYPE_CHECKING:
     from opendiloco.tools.doctor.findings import Finding
@@ -85,22 +85,31 @@ def demo(peers: int, minutes: float, run: Path | None, out: Path | None, plain: 
     raise SystemExit(1 if result.problems else 0)
 
 
-@contextmanager
-def _examining(path: Path) -> Iterator[tuple[Identity, str]]:
-    """Yield the key for `doctor`: the one in the file `path`, or a new one if the file is missing or in use. Also yield
-    the remedy if a run refuses a new key; empty for the key in the file."""
+def _key_for_doctor(named: Path | None, addresses: Sequence[str]) -> tuple[Identity, str]:
+    """Return the key for `doctor`, and the remedy if a run refuses it (empty for the key of `join`). The key is that of
+    `join`, or a new one if that one is missing, in use, unreadable or the key of a node at the `addresses`, because no
+    node talks to itself. Raises: IdentityFileError if the file `named` cannot be read."""
+    from opendiloco.volunteer.identity import default_path, hold_identity
     from peers.values.identity import Identity
 
-    with ExitStack() as stack:
-        key = None
-        if os.path.exists(path) or (path.parent.is_dir() and not os.access(path.parent, os.X_OK)):
-            with suppress(InUseError):
-                key = stack.enter_context(reader(path))  # raises IdentityFileError if the file cannot be read
-        remedy = (
-            f"doctor tried a new key, because {path} is missing or in use. If it is missing, make it with `diloco-peer "
-            f"identity show --identity {path}`, and ask for a ticket for its peer id; else leave the run first."
-        )
-        yield (Identity.generate(), remedy) if key is None else (key, "")
+    path = named or default_path()
+    option = f" --identity {shlex.quote(str(path))}" if named else ""
+    why = f"missing: make it with `diloco-peer identity show{option}`, and ask for a ticket for its peer id"
+    if os.path.exists(path) or (path.parent.is_dir() and not os.access(path.parent, os.X_OK)):
+        try:
+            with hold_identity(path) as key:
+                pass  # the lock is released at once, so that a volunteer can start meanwhile
+            if not any(key.peer_id in address for address in addresses):
+                return key, ""
+            why = "the key of the bootstrap node, too: join with another one, --identity FILE"
+        except InUseError:
+            why = "in use: leave the run first"
+        except IdentityFileError as error:
+            if named:
+                raise
+            click.echo(f"warning: {error}", err=True)
+            why = "unreadable: mend it or move it away"
+    return Identity.generate(), f"doctor tried a new key, because {path} is {why}."
 
 
 @click.command(cls=SettingsCommand, short_help="Check that this machine can train, or name what to change.")
@@ -121,17 +130,14 @@ def doctor(settings: JoinSettings, trial: bool, is_json: bool) -> None:
 
     from opendiloco.tools.doctor.examination import Examination
     from opendiloco.tools.doctor.findings import Verdict, as_json, conclusion, show, worst
-    from opendiloco.volunteer.identity import default_path
     from opendiloco.volunteer.interrupts import run_interruptible
 
     refuse_torchrun(os.environ)
     invite = parse_run(settings.run, settings.initial_peers, settings.state) if settings.run else None
     console = Console()
     is_live = console.is_terminal and not is_json
-    with (
-        _examining(settings.identity or default_path()) as (key, if_refused),
-        console.status("") if is_live else nullcontext() as status,
-    ):
+    key, if_refused = _key_for_doctor(settings.identity, invite.addresses if invite else settings.initial_peers)
+    with console.status("") if is_live else nullcontext() as status:
 
         def tell(finding: Finding) -> None:
             if not is_json:
