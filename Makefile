@@ -47,7 +47,7 @@ SWARM = --numprocesses 4 --dist loadfile --no-loadscope-reorder
 
 # Only their own modules are read: each of the four processes would need seconds for the others.
 swarm: $(READY) ## the tests of real processes: one for each promise
-	$(BIN)/python -m pytest -m "swarm and not thorough" $(SWARM) $$(grep -rl --include="test_*.py" mark.swarm tests)
+	$(BIN)/python -m pytest -m "swarm and not thorough" $(SWARM) $$(grep -rl --include="test_*.py" mark.swarm tests | sort)
 
 # Lives, the emulated tests and wheels wait for no clock: they may have what time the tests of real processes leave.
 thorough: $(READY) ## all that `make test` leaves out: the tests so marked, lives, neon and wheels; prints its time
