@@ -90,6 +90,8 @@ class RunCommand(click.Command):
         return [*super().collect_usage_pieces(ctx), "[INVITE]"]
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        if ctx.resilient_parsing:  # the shell completes a command line, which may end here
+            return super().parse_args(ctx, args)
         empty = click.UsageError("--run has no invite after it: if you gave a variable, it is empty.", ctx)
         if args[-1:] == ["--run"]:
             raise empty

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from click.shell_completion import ShellComplete
 from click.testing import CliRunner, Result
 
 from opendiloco.cli import main
@@ -71,6 +72,12 @@ def test_commands_take_the_run_that_this_machine_is_in(
 def test_join_takes_the_run_as_its_first_word(arguments: list[str], code: int, said: str) -> None:
     refused = CliRunner().invoke(main, ["join", *arguments])
     assert (refused.exit_code, said in refused.output) == (code, True), refused.output
+
+
+@pytest.mark.parametrize("words", [["--run"], ["--run", "--identity"], [RUN]])
+def test_a_shell_completes_what_follows_the_run(words: list[str]) -> None:
+    """Regression: TAB after `join --run ` printed a traceback."""
+    assert isinstance(ShellComplete(main, {}, "diloco-peer", "").get_completions(["join", *words], ""), list)
 
 
 def test_two_volunteers_in_one_run_are_told_apart_by_their_peer_ids(state: Path) -> None:
