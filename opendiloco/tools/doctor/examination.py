@@ -285,7 +285,8 @@ class Examination:
     ) -> None:
         """Prepare the examination, which trains a little if `trains`. It calls `report` with each finding, and
         `on_activity` with each activity that begins. `if_refused` is the remedy if the run does not admit `key`; empty:
-        the one of the refusal. Raises: AdmissionError if the settings name an invalid ticket."""
+        the one of the refusal, as with a ticket that fits any key. Raises: AdmissionError if the settings name an
+        invalid ticket."""
         self._findings: list[Finding] = []
         self._settings = settings
         self._run_id = invite.run_id if invite else None
@@ -393,7 +394,9 @@ class Examination:
             found = "the run is open to all" if entered is None else "the run accepts the ticket"
             admission = passed("admission", found)
         except DilocoPeerError as error:
-            admission = failed("admission", error.message, self._if_refused or error.remedy)
+            ticket = self._ticket  # one for a single peer may be for the machine's own key, which was not tried
+            is_own_missing = ticket is None or (ticket.run == run_id and ticket.peer is not None)
+            admission = failed("admission", error.message, (is_own_missing and self._if_refused) or error.remedy)
         beats = [beat for beat in await transport.heartbeats(run_id) if beat.peer != self._key.peer_id]
         view = RunView(run, beats)
         self._others = list(view.trainers)

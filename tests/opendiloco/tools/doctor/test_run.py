@@ -6,6 +6,7 @@ import asyncio
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 
@@ -14,6 +15,7 @@ from opendiloco.model.build import sized_skeleton
 from opendiloco.run import Run
 from opendiloco.settings.join_settings import JoinSettings
 from opendiloco.shared_memory import cap_memory
+from opendiloco.tools.doctor import examination
 from opendiloco.tools.doctor.examination import (
     Examination,
     _check_round,
@@ -33,8 +35,11 @@ from opendiloco.tools.plan import PeerGroup, Plan, forecast
 from opendiloco.view.run_view import RunView
 from opendiloco.workers.needs import UTILISATION, needs_of
 from opendiloco.workers.options import WorkerOptions
+from peers.errors import AdmissionError
 from peers.presence.heartbeat import PeerState
 from peers.values.identity import Identity
+from peers.values.manifest import Invite
+from peers.values.tickets import Ticket
 from peers.values.workload import Progress
 from tests.opendiloco.view.test_agreement import beat
 from tests.swarm.cli_processes import SMALL_RUN
@@ -194,6 +199,33 @@ def test_memory_is_checked_within_the_owners_limit(config: RunConfig, skeleton: 
         assert_finding(check_memory((), needs_of(config, skeleton)), FAIL, "The program itself uses ")
     finally:
         cap_memory(None)
+
+
+@pytest.mark.parametrize(
+    ("is_of_run", "is_for_one", "remedy"),
+    [(True, None, "Own."), (True, True, "Own."), (True, False, "Renew."), (False, True, "Renew.")],
+)
+def test_a_new_keys_remedy_does_not_hide_that_of_a_ticket(
+    is_of_run: bool,
+    is_for_one: bool | None,
+    remedy: str,
+    config: RunConfig,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    """Regression: with an expired ticket it was to leave the run, or to make a key."""
+    organiser, key, heard = Identity.generate(), Identity.generate(), list[Finding]()
+    run = Run.sign(config, organiser)
+    ticket = None
+    if is_for_one is not None:
+        to = Identity.generate().peer_id if is_for_one else None
+        ticket = str(Ticket.give(run.run_id if is_of_run else "other-0123456789abcdef", organiser, 1, to))
+    monkeypatch.setattr(examination, "find_run", AsyncMock(return_value=run))
+    monkeypatch.setattr(examination, "enter", AsyncMock(side_effect=AdmissionError("", "Renew.")))
+    settings = JoinSettings(run="", ticket=ticket, state=tmp_path)
+    made = Examination(settings, Invite(run.run_id, ()), key, False, heard.append, lambda what: None, "Own.")
+    asyncio.run(made._find(Mock(heartbeats=AsyncMock(return_value=[])), run.run_id))
+    assert [each.remedy for each in heard if each.name == "admission"] == [remedy]
 
 
 def test_a_speed_is_estimated_from_a_peak_that_is_known(config: RunConfig, skeleton: Any) -> None:
