@@ -137,8 +137,10 @@ def bootstrap(
     from peers.network.links import LinkSettings
     from peers.network.own_network import everywhere
 
-    read = OTHER_VARIABLES | {one.variable for one in (*settings_of(LogSettings), JOIN["local_network"])}
-    if unread := sorted(name for name in os.environ if name.startswith(VARIABLE_PREFIX) and name not in read):
+    # The volunteer image sets the port of its volunteer's metrics, also where it runs this command.
+    known = {one.variable for one in (*settings_of(LogSettings), JOIN["local_network"], JOIN["metrics_port"])}
+    known |= OTHER_VARIABLES
+    if unread := sorted(name for name in os.environ if name.startswith(VARIABLE_PREFIX) and name not in known):
         logger.warning("a bootstrap node does not read %s: give options instead", ", ".join(unread))
     links = LinkSettings(data_port, None if no_relay else relay_limit)
     if max_disk is not None and archive is None:
@@ -172,7 +174,7 @@ def bootstrap(
             show_dashboard(listening)
             if archive is not None and kept is not None:
                 click.echo(f"The archive is in {archive.absolute()} and may use {in_words(kept.usable)}")
-            _show_addresses(addresses)
+            _show_addresses(addresses, bool(announce))
 
         place = (listen or everywhere(LIBP2P_PORT), announce, others, runs)
         await run_bootstrap(key, *place, on_ready, stop, Run.from_manifest, beside, links, shown)
@@ -198,14 +200,16 @@ def _are_here(addresses: tuple[str, ...]) -> bool:
     return bool(addresses) and all(map(is_loopback, map(host_of, addresses)))
 
 
-def _show_addresses(addresses: tuple[str, ...]) -> None:
+def _show_addresses(addresses: tuple[str, ...], are_announced: bool = False) -> None:
     from peers.network.contacts import host_of, is_numeric, is_public
 
     click.echo("\n".join(("This node can be reached at", *(f"  {address}" for address in addresses))))
     where = "this" if _are_here(addresses) else "any"
-    hosts = [host_of(address) or "" for address in addresses]
-    if where == "any" and all(is_numeric(host) and not is_public(host) for host in hosts):
-        click.echo("None of these addresses is public. For peers in other networks add, with the public address,")
+    # A router may hide the IPv4 addresses alone, and many peers have no IPv6.
+    over_ipv4 = [address for address in addresses if address.startswith("/ip4/") and not _are_here((address,))]
+    hosts = [host_of(address) or "" for address in over_ipv4 or addresses]
+    if where == "any" and not are_announced and all(is_numeric(host) and not is_public(host) for host in hosts):
+        click.echo("It has no public IPv4 address. For peers in other networks add, with the public address,")
         click.echo("  --announce /ip4/PUBLIC-ADDRESS/tcp/PORT")
     click.echo(f"To start a run, type on {where} machine, in an environment with torch")
     click.echo("(the first command writes a small run.toml):")

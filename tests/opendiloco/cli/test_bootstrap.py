@@ -72,13 +72,22 @@ def test_the_machines_that_can_use_a_node_are_named(host: str, where: str, capsy
 
 @pytest.mark.parametrize(
     ("hosts", "is_warned"),
-    [(["ip4/10.0.0.5"], True), (["ip4/10.0.0.5", "ip4/8.8.8.8"], False), (["dns4/a.org"], False)],
+    [
+        (["ip4/10.0.0.5"], True),
+        (["ip4/10.0.0.5", "ip6/2600::1"], True),
+        (["ip6/2600::1", "ip4/127.0.0.1"], False),
+        (["ip4/10.0.0.5", "ip4/8.8.8.8"], False),
+        (["dns4/a.org"], False),
+    ],
 )
 def test_a_node_without_a_public_address_names_the_option(
     hosts: list[str], is_warned: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    _show_addresses(tuple(f"/{host}/tcp/1/p2p/a" for host in hosts))
-    assert ("--announce /ip4/PUBLIC-ADDRESS/tcp/PORT" in capsys.readouterr().out) is is_warned
+    """Regression: a public IPv6 address hid that IPv4 had none; and the option was named after it was given."""
+    for is_given in (False, True):
+        _show_addresses(tuple(f"/{host}/tcp/1/p2p/a" for host in hosts), is_given)
+        named = "--announce /ip4/PUBLIC-ADDRESS/tcp/PORT" in capsys.readouterr().out
+        assert named is (is_warned and not is_given)
 
 
 def test_a_bootstrap_node_serves_metrics(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -95,13 +104,14 @@ def test_a_bootstrap_node_serves_metrics(monkeypatch: pytest.MonkeyPatch, tmp_pa
 
 
 def test_variables_that_a_node_does_not_read_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Regression: DILOCO_LISTEN was ignored without a word."""
+    """Regression: DILOCO_LISTEN was ignored without a word, and the port that the volunteer image sets was named."""
 
     async def run_bootstrap(*arguments: object) -> None:
         return None
 
     monkeypatch.setattr(peers.network.bootstrap, "run_bootstrap", run_bootstrap)
     variables = {"DILOCO_LISTEN": "/ip4/0.0.0.0/tcp/1", "DILOCO_HUORS": "1", "DILOCO_LOG_LEVEL": "info"}
+    variables["DILOCO_METRICS_PORT"] = "31339"
     arguments = ["bootstrap", "--identity", str(tmp_path / "key.pem")]
     done = CliRunner().invoke(main, arguments, env=variables)
     assert "a bootstrap node does not read DILOCO_HUORS, DILOCO_LISTEN: give options instead" in done.output
