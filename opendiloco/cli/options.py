@@ -84,10 +84,10 @@ class _SettingOption(click.Option):
 
 
 class RunOptionCommand(click.Command):
-    """A command about one run, which refuses --run before another option: an empty variable leaves that."""
+    """A command about one run, which refuses a --run without an invite, as an empty variable leaves it."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        if not ctx.resilient_parsing:  # the shell completes the command line
+        if not ctx.resilient_parsing:  # otherwise the shell completes an unfinished command line
             empty = click.UsageError("--run has no invite after it: if you gave a variable, it is empty.", ctx)
             if args[-1:] == ["--run"]:
                 raise empty
@@ -98,7 +98,7 @@ class RunOptionCommand(click.Command):
         return super().parse_args(ctx, args)
 
     def with_run(self, ctx: click.Context, args: list[str], given: Mapping[str, Any], rest: list[str]) -> list[str]:
-        """Return the words `args`, which contain the options `given` and the arguments `rest`, with --run."""
+        """Return `args`, which contain the options `given` and the arguments `rest`, with the run as --run."""
         return args
 
 

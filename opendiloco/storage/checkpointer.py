@@ -27,7 +27,7 @@ from peers.values.workload import SnapshotError
 logger = logging.getLogger(__name__)
 
 CLOSE_SECONDS = 5.0  # most seconds that a leaving volunteer waits for an unfinished checkpoint
-LAST = "the last checkpoint was"
+LAST = "the last checkpoint was"  # not finished, in a warning
 OUTCOMES = {SAVED: "saved", NOT_SENT: "not_sent", NOT_SAVED: "not_saved"}
 CHECKPOINTS = Counter("diloco_peer_checkpoints", "Checkpoints by outcome", ["outcome"])
 NODE_METRICS.register(CHECKPOINTS)  # for a node with an archive
