@@ -16,6 +16,7 @@ import click
 from opendiloco.cli.options import (
     FILE,
     FOLDER,
+    RunOptionCommand,
     all_of,
     data_option,
     initial_peers_option,
@@ -108,7 +109,7 @@ _place_options = all_of(
 )
 
 
-@click.command(short_help="Write a run's model as a transformers model.")
+@click.command(cls=RunOptionCommand, short_help="Write a run's model as a transformers model.")
 @_place_options
 @data_option("Folder or file with text for the held-out loss.")
 @click.option("--out", type=FOLDER, help="Folder to write to, new or empty.")
@@ -163,7 +164,7 @@ def _commands(place: _Place, run: Run, past: History, dtype: Dtype) -> str:
     return f"{newest}  # while outer step {past.outer_steps} is the newest\n{kept}"
 
 
-@click.command(short_help="Print text that a run's model writes after a prompt.")
+@click.command(cls=RunOptionCommand, short_help="Print text that a run's model writes after a prompt.")
 @_place_options
 @click.option("--tokens", type=click.IntRange(1, 100_000), metavar="N", default=100, help="Write at most N tokens.")
 @click.option(

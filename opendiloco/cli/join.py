@@ -74,11 +74,13 @@ def join(log: LogOptions, settings: JoinSettings) -> None:
     invite = parse_run(settings.run, settings.initial_peers, settings.state)
     PLACE.run = invite.run_id
     check_quickly(settings.state, settings.workers)
-    if settings.metrics_port is not None:
-        MetricsServer(settings.metrics_port, settings.metrics_host).log_address()
+    port = settings.metrics_port
+    metrics = None if port is None else MetricsServer(port, settings.metrics_host)
     page = open_dashboard(settings.dashboard)
     with hold_identity(settings.identity) as key:
         show_dashboard(page)
+        if metrics is not None:
+            metrics.log_address()
         PLACE.peer = key.peer_id
         folder = RunFolder.at(invite.run_id, key.peer_id, settings.state).path
         traffic = MonthlyTraffic(folder, settings.monthly_limits)
@@ -138,8 +140,8 @@ class _Joining:
         async with page, serve_controls(folder, answer):
             try:
                 while await self.watch.wait_until_wanted():
-                    farewell = ""
-                    farewell = await self._take_part(interrupts, sources)
+                    before, farewell = farewell, ""
+                    farewell = await self._take_part(interrupts, sources, before)
                     if not self.watch.comes_back:
                         break
                     gc.collect()  # frees memory while the volunteer is paused
@@ -147,9 +149,10 @@ class _Joining:
                 if farewell:
                     self.view.say(farewell)
 
-    async def _take_part(self, interrupts: Interrupts, sources: list[Source]) -> str:
-        """Take part in the run once, until the volunteer leaves or pauses. Return the farewell to show if it then ends
-        before it joins again. Raises: AdmissionError, MachineError."""
+    async def _take_part(self, interrupts: Interrupts, sources: list[Source], farewell: str) -> str:
+        """Take part in the run once, until the volunteer leaves or pauses. Show `farewell` if it is stopped before it
+        joins. Return the farewell to show if it then ends before it joins again. Raises: AdmissionError, MachineError.
+        """
         from asyncio import CancelledError
 
         from opendiloco.dashboard.watching import volunteer_source
@@ -179,7 +182,7 @@ class _Joining:
             async with watching(self.watch):
                 return await session.take_part(self.view, when_ready)
         except CancelledError:
-            self.view.say("stopped before joining the run" if interrupts.polite is None else "stopped at once")
+            self.view.say(farewell if interrupts.polite is None else "stopped at once")
             raise
         finally:
             interrupts.polite, PLACE.outer_step = None, lambda: None

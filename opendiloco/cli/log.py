@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from opendiloco.cli.options import EXISTING_FOLDER, FILE, all_of, own_files_options, run_here
+from opendiloco.cli.options import EXISTING_FOLDER, FILE, RunOptionCommand, all_of, own_files_options, run_here
 from opendiloco.data.own_files import OwnFiles
 from opendiloco.errors import DamagedLogError
 from peers.errors import ManifestError
@@ -45,7 +45,7 @@ def log_group() -> None:
     """Print and verify the log of a run on this machine."""
 
 
-@log_group.command("show")
+@log_group.command("show", cls=RunOptionCommand)
 @_which_log
 @click.option("--last", type=click.IntRange(min=1), metavar="N", help="Print only the last N entries.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table, with whole digests.")
@@ -68,7 +68,7 @@ def _show(run: str | None, folder: Path | None, last: int | None, as_json: bool)
             click.echo(", ".join(f"{heading} {cell}" for heading, cell in cells))
 
 
-@log_group.command("verify")
+@log_group.command("verify", cls=RunOptionCommand)
 @_which_log
 @click.option("--manifest", type=FILE, help="The run's signed manifest.  [default: the one in the run's folder]")
 @click.option(

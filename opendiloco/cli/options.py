@@ -83,27 +83,38 @@ class _SettingOption(click.Option):
             raise click.MissingParameter(HOW_TO_FIND_A_RUN, ctx, self) from error
 
 
-class RunCommand(click.Command):
+class RunOptionCommand(click.Command):
+    """A command about one run, which refuses a --run without an invite, as an empty variable leaves it."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        if not ctx.resilient_parsing:  # otherwise the shell completes an unfinished command line
+            empty = click.UsageError("--run has no invite after it: if you gave a variable, it is empty.", ctx)
+            if args[-1:] == ["--run"]:
+                raise empty
+            given, rest, _ = self.make_parser(ctx).parse_args(list(args))
+            if "run" in given and (given["run"] or "-").startswith("-"):
+                raise empty
+            args = self.with_run(ctx, args, given, rest)
+        return super().parse_args(ctx, args)
+
+    def with_run(self, ctx: click.Context, args: list[str], given: Mapping[str, Any], rest: list[str]) -> list[str]:
+        """Return `args`, which contain the options `given` and the arguments `rest`, with the run as --run."""
+        return args
+
+
+class RunCommand(RunOptionCommand):
     """A command about one run, which accepts the run's invite as an argument, without --run."""
 
     def collect_usage_pieces(self, ctx: click.Context) -> list[str]:
         return [*super().collect_usage_pieces(ctx), "[INVITE]"]
 
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        if ctx.resilient_parsing:  # the shell completes a command line, which may end here
-            return super().parse_args(ctx, args)
-        empty = click.UsageError("--run has no invite after it: if you gave a variable, it is empty.", ctx)
-        if args[-1:] == ["--run"]:
-            raise empty
-        given, rest, _ = self.make_parser(ctx).parse_args(list(args))
-        if "run" in given and (given["run"] or "-").startswith("-"):
-            raise empty
+    def with_run(self, ctx: click.Context, args: list[str], given: Mapping[str, Any], rest: list[str]) -> list[str]:
         if len(rest) == 1:
             if given.get("run"):
                 raise click.UsageError("the run is named twice: leave out --run.", ctx)
             args.remove(rest[0])
             args = ["--run", rest[0], *args]
-        return super().parse_args(ctx, args)
+        return args
 
 
 class SettingsCommand(RunCommand):

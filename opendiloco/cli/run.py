@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AsyncExitStack, chdir, contextmanager
+from contextlib import AsyncExitStack, chdir, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +15,7 @@ from opendiloco.cli.options import (
     FILE,
     FOLDER,
     INITIAL_PEERS,
+    RunOptionCommand,
     initial_peers_option,
     join_option,
     own_files_options,
@@ -490,7 +491,7 @@ def _with_held_out_text_named(config: RunConfig) -> RunConfig:
 
 
 # Amendments -----------------------------------------------------------------------------------------------------------
-@run_group.command("amend", short_help="Change some values of a live run.")
+@run_group.command("amend", cls=RunOptionCommand, short_help="Change some values of a live run.")
 @run_option
 @initial_peers_option
 @join_option("identity", help="The organiser's key file.")
@@ -562,9 +563,7 @@ def _amend(
 
 async def _send_amendment(invite: Invite, key: Identity, changes: Mapping[str, Any]) -> tuple[Amendment, int]:
     """Sign the run's next amendment and send it to peers. Return the amendment and the number of peers that accept it.
-
-    Raises: DilocoPeerError.
-    """
+    Raises: DilocoPeerError."""
     from opendiloco.run import find_run
     from opendiloco.view.run_view import RunView
     from opendiloco.volunteer.volunteer import connected
@@ -576,10 +575,13 @@ async def _send_amendment(invite: Invite, key: Identity, changes: Mapping[str, A
         transport = await stack.enter_async_context(connected(Identity.generate(), invite.addresses, client_mode=True))
         run = await find_run(transport, invite.run_id)
         _check_key(run, key)
-        if run.manifest.is_by_invitation:  # its peers answer only the organiser and admitted peers
-            transport = await stack.enter_async_context(connected(key, invite.addresses, client_mode=True))
-            transport.learn(run.manifest)
-        view = RunView(run, await transport.heartbeats(run.run_id))
+        beats = await transport.heartbeats(run.run_id)
+        if run.manifest.is_by_invitation:  # its peers name other peers only to the organiser and to admitted peers
+            with suppress(SwarmUnreachableError):  # the only bootstrap node may have the organiser's key
+                asking = await stack.enter_async_context(connected(key, invite.addresses, client_mode=True))
+                asking.learn(run.manifest)
+                beats += await asking.heartbeats(run.run_id)
+        view = RunView(run, list({beat.peer: beat for beat in beats}.values()))
         signed = _next_amendment(view, key, changes)
         if rise := _rise(view, signed):
             click.echo(f"warning: {rise}", err=True)
@@ -588,8 +590,7 @@ async def _send_amendment(invite: Invite, key: Identity, changes: Mapping[str, A
         reached = await send_amendment(transport.call, run.run_id, signed, there)
     if not reached:
         raise SwarmUnreachableError(
-            f"no peer took amendment {signed.number}.",
-            "Amend again while a volunteer trains: only volunteers keep amendments.",
+            f"no peer took amendment {signed.number}.", "Amend again while a volunteer trains: only volunteers keep it."
         )
     return signed, reached
 
@@ -648,9 +649,9 @@ def _with_weights(
 ) -> tuple[float, ...]:
     """Return the weights of a run's sources, in the sources' order, after `changes`. Raises: ManifestError."""
     weights = list(data.weights if before is None else before)
-    names = [source.source for source in data.all_sources]
+    names = [source.source.removeprefix("./") for source in data.all_sources]  # `run create` adds it to some
     for named, weight in changes:
-        places = [place for place, name in enumerate(names) if named in (name, f"#{place + 1}")]
+        places = [place for place, name in enumerate(names) if named.removeprefix("./") in (name, f"#{place + 1}")]
         if len(places) != 1:
             listed = ", ".join(f"#{place} {name}" for place, name in enumerate(names, 1))
             raise ManifestError(
@@ -679,8 +680,7 @@ def _rise(view: RunView, amendment: Amendment) -> str:
 
 
 def _objection(view: RunView, overrides: Overrides, changes: Mapping[str, Any]) -> str:
-    """Return the reason why `changes` are too late or lead to a learning rate of 0, or an empty text if they are
-    valid."""
+    """Return the reason why `changes` are too late or lead to a learning rate of 0, or an empty text without one."""
     taken, first = view.outer_step, view.outer_step + 1
     if view.is_finished:
         return (

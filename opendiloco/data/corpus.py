@@ -492,7 +492,7 @@ def _json_tables(
     from datasets.builder import Key
     from datasets.utils.file_utils import xopen
 
-    rows, broken, keys = 0, 0, dict[str, bool]()  # keys: True if the value is a list
+    rows, broken, keys, is_nested = 0, 0, dict[str, None](), False
     for number, files in enumerate(files_iterables):
         for file in files:
             in_file, other, wrong, has_nul = 0, list[int](), list[int](), False
@@ -505,7 +505,9 @@ def _json_tables(
                     in_file += len(lines)
                     broken += len(lines) - len(numbered)
                     if not numbered or not (rows or any(section.column in line for _, line in numbered)):
-                        keys |= {key: isinstance(each, list) for _, line in numbered for key, each in line.items()}
+                        keys |= dict.fromkeys(key for _, line in numbered for key in line)
+                        found = (each for _, line in numbered for each in line.values() if isinstance(each, list))
+                        is_nested |= any(isinstance(one, dict) for each in found for one in each[:1])
                         continue
                     rows += len(numbered)
                     values = [line.get(section.column) for _, line in numbered]
@@ -534,7 +536,7 @@ def _json_tables(
             if keys
             else f"data.source = {section.source!r} has no JSON objects among its {broken:,} rows.",
             (f"Choose one of: {', '.join(keys)}." if keys else 'Write an object in each line, such as {"text": "…"}.')
-            + " If KEY lists the rows: `jq -c '.KEY[]' FILE > rows.jsonl`." * (not keys or any(keys.values())),
+            + " If KEY lists the rows: `jq -c '.KEY[]' FILE > rows.jsonl`." * (is_nested if keys else broken > 0),
         )
 
 

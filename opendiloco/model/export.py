@@ -227,8 +227,7 @@ def _plain(words: str) -> str:
 
 def _training(config: RunConfig, facts: RunFacts) -> str:
     training, inner, outer = config.training, config.inner_optimizer, config.outer_optimizer
-    count = _contributors(facts)
-    trainers = f"{count} peer{'s' * (count != '1')}"
+    trainers = f"{_contributors(facts)} peer{'s' * (max(facts.contributors, facts.peers) != 1)}"
     amended = "\nThe organiser then changed these values:\n\n" * bool(facts.amendments)
     amended += "".join(f"- {line}\n" for line in facts.amendments)
     return f"""\

@@ -27,6 +27,7 @@ from peers.values.workload import SnapshotError
 logger = logging.getLogger(__name__)
 
 CLOSE_SECONDS = 5.0  # most seconds that a leaving volunteer waits for an unfinished checkpoint
+LAST = "the last checkpoint was"  # not finished, in a warning
 OUTCOMES = {SAVED: "saved", NOT_SENT: "not_sent", NOT_SAVED: "not_saved"}
 CHECKPOINTS = Counter("diloco_peer_checkpoints", "Checkpoints by outcome", ["outcome"])
 NODE_METRICS.register(CHECKPOINTS)  # for a node with an archive
@@ -73,13 +74,14 @@ class Checkpointer:
             await asyncio.wait([self._writing], timeout=CLOSE_SECONDS)
         finally:
             if self._writing.cancel():
-                logger.warning("%s not finished; earlier ones are in %s", self._unfinished, self._plan.folder)
+                what = self._unfinished if self._waiting is None else LAST
+                logger.warning("%s not finished; earlier ones are in %s", what, self._plan.folder)
             await asyncio.gather(self._writing, return_exceptions=True)
 
     async def _write_waiting(self) -> None:
         while self._waiting is not None:
             state, self._waiting = self._waiting, None
-            self._unfinished = "the last checkpoint was"
+            self._unfinished = LAST
             job = checkpoint_job(self._plan, state)
             try:
                 status, report = await _run_writer(job, job.descriptor)

@@ -26,8 +26,8 @@ from peers.protocol.planning import deadline, seconds_to_send
 
 UTILISATION = 0.4  # assumed share of a GPU's peak speed that training reaches, 0 to 1
 CPU_FLOPS = 3e11
-"""Operations a second that 8 CPU cores are assumed to train with. One core reached 0.67e11 (docs/benchmarks.md,
-`threads`)."""
+"""Operations a second that 8 CPU cores are assumed to train with. One core reached 0.67e11: 5149 tokens/s of llama-2m
+(docs/benchmarks.md, `threads`), each of 13e6 operations (`flops_per_token`)."""
 SHARE_OF_ROUNDS = 0.1  # share of a peer's time that rounds may take, 0 to 1; determines the needed bandwidth
 CHECKPOINTS = 3  # number of checkpoints on disk: two kept ones, and one that is being written
 MOMENTS_FILES = 2  # number of moments files on disk: a kept one, and one that is being written

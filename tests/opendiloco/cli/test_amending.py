@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from copy import copy
 from math import nan
 from typing import Any
 
@@ -191,6 +192,14 @@ def test_sources_that_are_not_named_keep_their_weight(mixed: Run) -> None:
     assert second.content == b'{"weights":[0.0,0.0,2.5]}'
 
 
+def test_a_source_has_the_name_of_run_toml(small_content: dict[str, Any]) -> None:
+    """Regression: `run create` writes "./" before a folder such as "texts", which --mixture then had to repeat."""
+    sources = [{"source": name, "weight": 1} for name in ("./texts", "stdlib")]
+    run = Run.sign(RunConfig.from_manifest_content(small_content | {"data": {"sources": sources}}), ORGANISER)
+    for name in ("texts", "./texts"):
+        assert next_amendment(run, [], weights=[(name, 2.0)]).content == b'{"weights":[2.0,1.0]}'
+
+
 @pytest.mark.parametrize(
     ("weights", "message"),
     [
@@ -241,15 +250,18 @@ def test_only_the_organiser_signs(run: Run) -> None:
 class Network:
     """Peers that take amendments, and some that are gone."""
 
-    peer_id = ""  # of the newest connection
+    peer_id = ""  # of a connection
+    is_reachable = True  # for the organiser's key
 
-    def __init__(self, run: Run, beats: list[Heartbeat], gone: str = "") -> None:
+    def __init__(self, run: Run, beats: list[Heartbeat], gone: str = "", not_in_dht: str = "") -> None:
         self.beats, self.gone, self.nodes = beats, gone, {one.peer: KnownRuns() for one in beats}
+        self.not_in_dht = not_in_dht
         for node in self.nodes.values():
             node.learn(run.manifest)
 
     async def heartbeats(self, run_id: str) -> list[Heartbeat]:
-        return self.beats
+        hidden = self.peer_id if self.peer_id == ORGANISER.peer_id else self.not_in_dht
+        return [one for one in self.beats if one.peer != hidden]
 
     async def connect(self, peer_id: str, addresses: tuple[str, ...]) -> bool:
         return peer_id not in (self.gone, self.peer_id)
@@ -266,8 +278,11 @@ class Network:
 def amended(network: Network, run: Run, monkeypatch: pytest.MonkeyPatch) -> tuple[Amendment, int]:
     @asynccontextmanager
     async def connected(key: Identity, *_: Any, **__: Any) -> AsyncIterator[Network]:
-        network.peer_id = key.peer_id
-        yield network
+        if key is ORGANISER and not network.is_reachable:
+            raise SwarmUnreachableError("it is the only node", "")
+        connection = copy(network)
+        connection.peer_id = key.peer_id
+        yield connection
 
     async def found(*_: Any) -> Run:
         return run
@@ -298,13 +313,16 @@ def test_a_volunteer_with_the_organisers_key_takes_it(run: Run, monkeypatch: pyt
     assert told == 1
 
 
-def test_the_peers_of_a_run_by_invitation_hear_the_organiser(
+def test_a_run_by_invitation_is_amended_like_another(
     small_content: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Its peers name others only to the organiser. Regression: the organiser's own volunteer was not reached."""
     run = Run.sign(RunConfig.model_validate(small_content | {"admission": {"mode": "invite"}}), ORGANISER)
-    network = Network(run, [saying("a")])
-    amended(network, run, monkeypatch)
-    assert network.peer_id == ORGANISER.peer_id
+    beats = [saying("a"), saying("c"), saying(ORGANISER.peer_id)]
+    assert amended(Network(run, beats, not_in_dht="a"), run, monkeypatch)[1] == 3
+    network = Network(run, beats, not_in_dht="a")
+    network.is_reachable = False
+    assert amended(network, run, monkeypatch)[1] == 2
 
 
 def test_it_is_an_error_where_nobody_takes_it(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

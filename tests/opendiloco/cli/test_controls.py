@@ -74,10 +74,18 @@ def test_join_takes_the_run_as_its_first_word(arguments: list[str], code: int, s
     assert (refused.exit_code, said in refused.output) == (code, True), refused.output
 
 
-@pytest.mark.parametrize("words", [["--run"], ["--run", "--identity"], [RUN]])
-def test_a_shell_completes_what_follows_the_run(words: list[str]) -> None:
-    """Regression: TAB after `join --run ` printed a traceback."""
-    assert isinstance(ShellComplete(main, {}, "diloco-peer", "").get_completions(["join", *words], ""), list)
+@pytest.mark.parametrize("command", ["export", "sample", "log show", "log verify", "run amend"])
+def test_an_empty_invite_is_not_the_next_option(command: str) -> None:
+    """Regression: `export --run $INVITE --to model` took "--to" as the run."""
+    refused = CliRunner().invoke(main, [*command.split(), "--run", "--help"])
+    assert (refused.exit_code, "if you gave a variable, it is empty" in refused.output) == (2, True), refused.output
+
+
+def test_the_shell_completes_an_unfinished_command_line() -> None:
+    """Regression: the check of --run ended the completion with an error."""
+    for command, typed in (("join", ["--run"]), ("export", ["--run", "--at"])):
+        shell = ShellComplete(main, {}, "diloco-peer", "COMPLETE")
+        assert shell.get_completions([command, *typed], "") is not None
 
 
 def test_two_volunteers_in_one_run_are_told_apart_by_their_peer_ids(state: Path) -> None:

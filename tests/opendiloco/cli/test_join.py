@@ -13,12 +13,14 @@ import click
 import pytest
 from click.testing import CliRunner
 
+from opendiloco.cli import main
 from opendiloco.cli.join import _Joining, _owners_watch
 from opendiloco.cli.options import SettingsCommand, join_settings
 from opendiloco.owner.controls import OwnerRequest
 from opendiloco.owner.facts import Facts
 from opendiloco.settings.join_settings import JoinSettings
 from opendiloco.view.progress import Lines
+from opendiloco.volunteer.identity import hold_identity
 from opendiloco.volunteer.volunteer import Session
 from peers.values.identity import Identity
 from peers.values.manifest import Invite
@@ -39,6 +41,17 @@ def test_the_invite_may_stand_alone(typed: list[str]) -> None:
     assert given == {"run": "INVITE", "hours": "22-7" if "--hours" in typed else given["hours"]}
     assert "Usage: show [OPTIONS] [INVITE]" in CliRunner().invoke(show, ["--help"]).output
     assert CliRunner().invoke(show, ["INVITE", "AGAIN"]).exit_code == 2
+
+
+def test_a_volunteer_whose_key_is_in_use_does_not_print_where_its_metrics_are(tmp_path: Path) -> None:
+    """Regression: it printed the address, and then that the key is in use."""
+    address = f"/ip4/127.0.0.1/tcp/9/p2p/{Identity.generate().peer_id}"
+    key, invite = tmp_path / "key.pem", str(Invite("tiny-" + "a" * 32, (address,)))
+    with hold_identity(key):
+        command = ["join", invite, "--plain", "--metrics-port", "0", "--identity", str(key), "--state", str(tmp_path)]
+        done = CliRunner().invoke(main, command)
+    assert done.exit_code == 15, done.output
+    assert "metrics are at" not in done.output
 
 
 def test_a_volunteer_leaves_at_the_next_such_moment() -> None:
@@ -68,14 +81,14 @@ def test_who_interrupts_a_start_hears_that_it_has_ended(
 
     async def interrupt() -> None:
         with pytest.raises(asyncio.CancelledError):
-            await joining._take_part(cast(Any, SimpleNamespace(polite=None)), [])
+            await joining._take_part(cast(Any, SimpleNamespace(polite=None)), [], "stopped before joining the run")
 
     asyncio.run(interrupt())
     assert capsys.readouterr().out.strip() == said
 
 
 @pytest.mark.parametrize("has_trained", [True, False])
-@pytest.mark.parametrize("ends_by", ["finish", "Ctrl-C"])
+@pytest.mark.parametrize("ends_by", ["finish", "Ctrl-C", "Ctrl-C while it rejoins"])
 def test_who_ends_a_volunteer_that_is_away_sees_its_farewell(
     has_trained: bool, ends_by: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -86,12 +99,16 @@ def test_who_ends_a_volunteer_that_is_away_sees_its_farewell(
     joining = _Joining(settings, cast(Any, Invite("tiny-x", ())), Identity.generate(), watch, traffic, view, None)
     interrupts: Any = SimpleNamespace(polite=None)
     looks: list[Facts] = []
+    sessions: list[Session] = []
 
     def look() -> Facts:
         looks.append(Facts(datetime.now()))
         return looks[-1]
 
     async def take_part(session: Session, view: Lines, when_ready: Callable[[Any, Any], None]) -> str:
+        sessions.append(session)
+        if len(sessions) > has_trained:
+            await asyncio.Event().wait()
         watch.answer(OwnerRequest(do="pause"))
         watch._leave("the pause is long", comes_back=True)
         return "left the run"
@@ -102,7 +119,11 @@ def test_who_ends_a_volunteer_that_is_away_sees_its_farewell(
             await asyncio.sleep(0)
         if ends_by == "finish":
             watch.answer(OwnerRequest(do="finish"))
-        else:
+        if ends_by == "Ctrl-C while it rejoins":
+            watch.answer(OwnerRequest(do="resume"))
+            while len(sessions) <= has_trained:
+                await asyncio.sleep(0)
+        if ends_by != "finish":
             living.cancel()
         await asyncio.gather(living, return_exceptions=True)
 

@@ -224,7 +224,9 @@ def test_parquet_files_that_differ_in_other_columns(tmp_path: Path, streaming: b
 @pytest.mark.parametrize(
     ("name", "text", "said"),
     [
-        ("a.jsonl", "", "has no JSON objects among its 0 rows"),
+        ("a.jsonl", "", r"has no JSON objects among its 0 rows.* such as {[^}]*}\.$"),
+        ("a.jsonl", '{"tags": ["a"], "none": []}\n', r"Choose one of: tags, none\.$"),
+        ("a.jsonl", '{"rows": [{"text": "a"}]}\n{"rows": 1}\n', r"Choose one of: rows\. If KEY lists the rows"),
         ("a.jsonl", "no\n", "has no JSON objects among its 1 rows"),
         ("a.jsonl", '{"body": "a", "n": 1}\n', r"data.column = 'text' is not in .* Choose one of: body, n\.$"),
         (

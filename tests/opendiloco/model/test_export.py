@@ -72,6 +72,8 @@ def test_one_peer_is_one_peer(small_config: RunConfig) -> None:
     """Regression: the card of the first run that an organiser tries began with "1 peers trained"."""
     facts = FACTS.model_copy(update={"peers": 1, "contributors": 1, "knows_all": True})
     assert "\n1 peer trained 345,678 tokens" in _training(small_config, facts)
+    facts = facts.model_copy(update={"knows_all": False})
+    assert "\nat least 1 peer trained 345,678 tokens" in _training(small_config, facts)
 
 
 def test_the_card_has_curve_data_contributors_and_the_command(small_config: RunConfig, tmp_path: Path) -> None:
