@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -60,8 +61,9 @@ def write_run(folder: Path, streaming: str) -> Path:
     return path
 
 
-async def train_as_a_swarm(folder: Path, streaming: str) -> list[Journal]:
-    """Run a whole swarm of commands; the volunteers' journals."""
+async def train_as_a_swarm(folder: Path, streaming: str, formats: Sequence[str]) -> list[Journal]:
+    """Run a swarm of commands, in which the first volunteers send contributions in these formats. Return the
+    volunteers' journals."""
     children: list[_Child] = []
 
     async def start(name: str, *arguments: str) -> _Child:
@@ -80,6 +82,7 @@ async def train_as_a_swarm(folder: Path, streaming: str) -> list[Journal]:
                 f"volunteer-{number}",
                 *("join", "--run", invite, "--listen", LOOPBACK, "--threads", "1"),
                 *("--journal", str(journal.path), "--state", str(folder / "state")),
+                *(("--contribution-format", formats[number]) if number < len(formats) else ()),
             )
             for number, journal in enumerate(journals)
         ]
@@ -99,15 +102,18 @@ async def train_as_a_swarm(folder: Path, streaming: str) -> list[Journal]:
 
 
 @pytest.mark.parametrize(
-    "streaming",
+    ("streaming", "formats"),
     [
-        pytest.param("", id="plain"),
-        pytest.param(STREAMING, marks=pytest.mark.thorough, id="streaming"),
-        pytest.param(SPARSE, marks=pytest.mark.thorough, id="sparse"),
+        pytest.param("", (), id="plain"),
+        pytest.param("", ("sparse", "e2m1"), marks=pytest.mark.thorough, id="mixed formats"),
+        pytest.param(STREAMING, (), marks=pytest.mark.thorough, id="streaming"),
+        pytest.param(SPARSE, (), marks=pytest.mark.thorough, id="sparse"),
     ],
 )
-def test_a_swarm_of_processes_ends_with_the_bits_of_the_reference(streaming: str, tmp_path: Path) -> None:
-    entries, *others = [list(journal) for journal in asyncio.run(train_as_a_swarm(tmp_path, streaming))]
+def test_a_swarm_of_processes_ends_with_the_bits_of_the_reference(
+    streaming: str, formats: tuple[str, ...], tmp_path: Path
+) -> None:
+    entries, *others = [list(journal) for journal in asyncio.run(train_as_a_swarm(tmp_path, streaming, formats))]
     assert len(entries) == OUTER_STEPS
     assert all(other == entries for other in others)
     config = RunConfig.from_toml(tmp_path / "run.toml")
@@ -118,7 +124,19 @@ def test_a_swarm_of_processes_ends_with_the_bits_of_the_reference(streaming: str
     for number in range(VOLUNTEERS):
         assert "we trained are lost" not in (tmp_path / f"volunteer-{number}.log").read_text()
 
+    if formats:
+        numbers = sorted(config.codec.number_of(format) for format in ("int8", *formats))
+        assert all(sorted(member.format for member in header.roster) == numbers for header, _ in entries)
+
     reference = Reference(config)
     for header, state_digest in entries:
-        roster = [Work(member.peer, member.samples, config.training.inner_steps) for member in header.roster]
+        roster = [
+            Work(
+                member.peer,
+                member.samples,
+                config.training.inner_steps,
+                formats=(member.format,) * len(reference.state.fragments),
+            )
+            for member in header.roster
+        ]
         assert reference.outer_step(roster) == state_digest
