@@ -28,6 +28,7 @@ from opendiloco.run import Run, find_run
 from opendiloco.shared_memory import SharedVectors, Vector
 from opendiloco.training.team import peak_memory
 from opendiloco.view.curves import configuration_of
+from opendiloco.view.run_view import holders
 from opendiloco.volunteer.admission import ask_for_signed_heads, enter, read_ticket
 from opendiloco.volunteer.identity import hold_identity, listen
 from opendiloco.volunteer.local_workload import TrainerWorkload
@@ -36,6 +37,7 @@ from opendiloco.workers.control import InnerLoopDone, InnerStepDone
 from opendiloco.workers.telemetry import Telemetry
 from peers.driver.driver import Driver
 from peers.log.header import Header
+from peers.presence.heartbeat import Heartbeat
 from peers.values.identity import Identity
 from peers.values.leases import prefix, sample_count
 from peers.values.manifest import Invite
@@ -399,6 +401,7 @@ class SwarmThread(threading.Thread):
             finally:
                 watching.cancel()
             warn_if_in_vain(run.run_id, worker.tokens_trained, tokens_counted)
+            warn_if_only_copy(volunteer.others(), volunteer.outer_step)
 
     def worker_of(self, run: Run) -> LoopWorker:
         """Return a worker for the caller's loop, with the run's initial weights. Raises: DataError if the text folders
@@ -423,6 +426,17 @@ def warn_if_in_vain(run_id: str, trained: int, counted: int) -> None:
             "run %s counted none of the %s tokens that this loop trained: its work was always ready too late, or did"
             " not arrive in time. A faster device or link helps, or a longer rounds.grace_seconds in run.toml.",
             *(run_id, f"{trained:,}"),
+        )
+
+
+def warn_if_only_copy(others: Sequence[Heartbeat], outer_step: int) -> None:
+    """Log a warning if a loop leaves and no other machine has its newest outer step."""
+    if outer_step and not holders(others, outer_step):
+        logger.warning(
+            "this loop has left, and no other machine in the run has outer step %d now: peers that join later begin"
+            " before it. A bootstrap node with --archive keeps each outer step; with rounds.minimum_peers in run.toml,"
+            " peers wait for each other.",
+            outer_step,
         )
 
 

@@ -44,6 +44,7 @@ from opendiloco.shared_memory import SharedVectors
 from opendiloco.training.reference import Reference
 from opendiloco.volunteer.identity import hold_identity
 from peers.errors import InUseError, ManifestError
+from peers.presence.heartbeat import PeerState
 from peers.values.identity import Identity
 from peers.values.leases import SampleRange
 from peers.values.manifest import Invite, SignedManifest
@@ -51,6 +52,8 @@ from peers.values.workload import InnerLoop
 from tests.opendiloco.config.test_data import sharded
 from tests.opendiloco.conftest import InterruptedWhenItDies
 from tests.opendiloco.library.test_swarm import new_run, new_worker
+from tests.peers.heartbeats import beat
+from tests.peers.logs import LOG
 
 
 @pytest.fixture
@@ -288,6 +291,18 @@ def test_a_loop_that_trained_in_vain_is_told_so(trained: int, counted: int, capl
     swarm_module.warn_if_in_vain("tiny-1", trained, counted)
     is_in_vain = trained > 0 and counted == 0
     assert ("run tiny-1 counted none of the 5,120 tokens that this loop trained" in caplog.text) == is_in_vain
+
+
+@pytest.mark.parametrize(
+    ("state", "index", "is_told"),
+    [(PeerState.ARCHIVING, 8, False), (PeerState.TRAINING, 8, False), (PeerState.TRAINING, 1, True)],
+)
+def test_a_loop_that_has_the_only_copy_is_told_so(
+    state: PeerState, index: int, is_told: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Regression: of two loops, one took all outer steps alone and left; the run went on from its first, in silence."""
+    swarm_module.warn_if_only_copy([beat("other", LOG, state, index=index)], 8)
+    assert ("no other machine in the run has outer step 8 now" in caplog.text) == is_told
 
 
 def test_a_loop_in_a_run_that_is_over_is_warned_that_it_trains_nothing(
