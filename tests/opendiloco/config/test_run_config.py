@@ -409,7 +409,7 @@ def test_one_source_has_a_short_form(small_content: dict[str, Any]) -> None:
     short, long = (DataSection.model_validate(data) for data in (table, {"sources": [table]}))
     assert short.all_sources == long.all_sources
     assert short.shares == long.shares == (1,)
-    assert [section.source for section in DataSection().all_sources] == ["stdlib"]
+    assert [section.source for section in DataSection().all_sources] == ["./texts"]
     for data in ({}, table, {"sources": [table, {"source": "stdlib", "weight": 3}]}):
         config = RunConfig.from_manifest_content(small_content | {"data": data})
         assert RunConfig.from_manifest_content(json.loads(json.dumps(config.to_manifest_content()))) == config
@@ -419,7 +419,7 @@ def test_what_the_documentation_shows_of_data_is_accepted(small_content: dict[st
     text = (REPOSITORY / "docs" / "data.md").read_text(encoding="utf-8")
     shown = [tomllib.loads(block) for block in re.findall(r"^```toml\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)]
     configs = [RunConfig.from_manifest_content(small_content | block) for block in shown]
-    assert [section.source for section in configs[0].data.all_sources] == ["stdlib"]
+    assert [section.source for section in configs[0].data.all_sources] == ["./texts"]
     assert configs[1].data.shares == (14, 5, 1), "as it says below"
     assert configs[2].tokenizer.kind == "file"
 
