@@ -61,7 +61,8 @@ class _Place:
     async def state(self) -> AsyncIterator[tuple[Run, History, LocalWorkload]]:
         """Fetch or load the model's state. Yield the run, the run's history, and a `LocalWorkload` that has the state.
         Raises: DilocoPeerError."""
-        from opendiloco.volunteer.states import command_line, find_origin, kept_here, newest_state, state_of
+        from opendiloco.storage.run_folder import kept_folder
+        from opendiloco.volunteer.states import command_line, find_origin, newest_state, state_of
 
         if self.source is not None:
             origin = find_origin(self.source, self.at, self.manifest, self.own)
@@ -72,7 +73,7 @@ class _Place:
                 async with newest_state(self.invite, self.identity, self.data, self.own) as found:
                     yield found
             except SwarmUnreachableError as error:
-                if (kept := kept_here(self.invite.run_id)) is not None:
+                if (kept := kept_folder(self.invite.run_id)) is not None:
                     context = click.get_current_context()
                     ending = [context.params["prompt"]] if context.info_name == "sample" else ["--out", "model"]
                     options = own_words(self.data or (), self.own)

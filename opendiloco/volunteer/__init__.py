@@ -5,8 +5,8 @@ admission: IssuedTickets, ask_for_signed_heads, enter, read_ticket
 identity: hold_identity, listen, load_identity, usable_path
 interrupts: Interrupts, RememberedInterrupt, run_interruptible
 local_workload: LocalWorkload, NO_TRAINING, TrainerWorkload, working
-states: History, command_line, export_state, fetch_state, find_origin, history_of, kept_here, make_folder,
-    new_folder, newest_state, run_options, state_of, warn_of_other_text, with_text
+states: History, command_line, export_state, fetch_state, find_origin, history_of, make_folder, new_folder,
+    newest_state, run_options, state_of, warn_of_other_text, with_text
 tracking: Audit, Disagreement, Reached, retrying, state_for, states_until, unless_failed
 volunteer: Session, Volunteer, connected, reading
 """

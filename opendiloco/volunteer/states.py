@@ -15,9 +15,9 @@ from opendiloco.errors import CheckpointError, MachineError
 from opendiloco.evaluation_turns import HeldOut, bits_per_byte
 from opendiloco.model.export import CurvePoint, Dtype, RunFacts
 from opendiloco.run import Run
-from opendiloco.storage.files import CHECKPOINTS_FOLDER, MANIFEST, index_of
+from opendiloco.storage.files import MANIFEST
 from opendiloco.storage.loading import Checkpoint, Checkpoints, load_checkpoint, resume
-from opendiloco.storage.run_folder import RunFolder, default_state_folder, kept_losses, read_curve, read_manifest
+from opendiloco.storage.run_folder import RunFolder, kept_losses, read_curve, read_manifest
 from opendiloco.training.codec import block_bytes
 from opendiloco.view.amended import amendment_in_words
 from opendiloco.view.curves import versions
@@ -306,13 +306,6 @@ def find_origin(
             "Choose another --at or --from.",
         )
     return StateSource(run, checkpoint, index, beside)
-
-
-def kept_here(run_id: str) -> Path | None:
-    """Return the folder on this machine with the newest checkpoint of a run, or None if there is no checkpoint."""
-    files = default_state_folder().glob(f"{run_id}/*/{CHECKPOINTS_FOLDER}/*")
-    newest = {index: path.parents[1] for path in files if (index := index_of(path.name)) is not None}
-    return newest[max(newest)] if newest else None
 
 
 def _only_run(folder: Path) -> Path:

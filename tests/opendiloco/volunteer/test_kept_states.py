@@ -243,7 +243,7 @@ def test_a_run_that_no_peer_trains_is_taken_from_this_disk(
         (tmp_path, ""),
         (kept.folder.path.parents[1], f"diloco-peer {command[0]} --from {kept.folder.path} {ending}"),
     ):
-        monkeypatch.setattr("opendiloco.volunteer.states.default_state_folder", lambda state=state: state)
+        monkeypatch.setattr("opendiloco.storage.run_folder.default_state_folder", lambda state=state: state)
         refused = CliRunner().invoke(main, [*command, "--run", kept.folder.run_id, "--initial-peer", "/ip4/192.0.2.1"])
         assert refused.exit_code == SwarmUnreachableError.exit_code
         assert line in refused.output
