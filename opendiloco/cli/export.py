@@ -31,6 +31,7 @@ from opendiloco.cli.options import (
 from opendiloco.data.own_files import OwnFiles
 from opendiloco.errors import fit_for_terminal
 from opendiloco.workers.options import TEMPERATURE
+from peers.errors import SwarmUnreachableError
 
 if TYPE_CHECKING:
     from opendiloco.model.export import Dtype, RunFacts
@@ -60,15 +61,25 @@ class _Place:
     async def state(self) -> AsyncIterator[tuple[Run, History, LocalWorkload]]:
         """Fetch or load the model's state. Yield the run, the run's history, and a `LocalWorkload` that has the state.
         Raises: DilocoPeerError."""
-        from opendiloco.volunteer.states import find_origin, newest_state, state_of
+        from opendiloco.storage.run_folder import kept_folder
+        from opendiloco.volunteer.states import command_line, find_origin, newest_state, state_of
 
         if self.source is not None:
             origin = find_origin(self.source, self.at, self.manifest, self.own)
             async with state_of(origin, self.data) as found:
                 yield found
         elif self.invite is not None:
-            async with newest_state(self.invite, self.identity, self.data, self.own) as found:
-                yield found
+            try:
+                async with newest_state(self.invite, self.identity, self.data, self.own) as found:
+                    yield found
+            except SwarmUnreachableError as error:
+                if (kept := kept_folder(self.invite.run_id)) is not None:
+                    context = click.get_current_context()
+                    ending = [context.params["prompt"]] if context.info_name == "sample" else ["--out", "model"]
+                    options = own_words(self.data or (), self.own)
+                    line = command_line(str(context.info_name), "--from", str(kept), options, ending)
+                    error.remedy += f" This machine has a checkpoint of the run: {line}"
+                raise
 
 
 def _place_of(

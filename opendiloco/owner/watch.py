@@ -175,7 +175,10 @@ class OwnersWatch:
         if request.do == "pause":
             self._requests.is_asked, says = True, "pausing"
         elif request.do == "resume":
+            was_away = bool(self.reasons) and (self._volunteer is None or self.comes_back)
             says = self._requests.resume(request.anyway)
+            if was_away and not self.reasons:
+                says = "joining again"
         elif request.do == "finish":
             self._requests.is_finishing, says = True, "leaving after this outer step"
         self._act(_awake())

@@ -219,7 +219,7 @@ class _RunSettings(Settings):
         metavar="TICKET|FILE",
     )
     name: str | None = setting(
-        "Nickname that others see beside the end of the peer id.",
+        "Nickname of at most 32 printable ASCII characters, shown beside the end of the peer id.",
         None,
         metavar="NAME",
         check=_check_nickname,

@@ -9,7 +9,7 @@ checkpointer: Checkpointer
 files: MANIFEST
 loading: Checkpoint, Checkpoints, check_moments_file, load_checkpoint, newest_moments, resume
 remote: Remote, check_url, push_folder, without_secrets
-run_folder: COMPILED, HeldOutCurve, Journal, RunFolder, default_state_folder, kept_losses, read_curve, read_manifest,
-    remembered_addresses
+run_folder: COMPILED, HeldOutCurve, Journal, RunFolder, default_state_folder, kept_folder, kept_losses, read_curve,
+    read_manifest, remembered_addresses
 writer: KeepingPlan
 """

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from opendiloco.errors import MachineError
 from opendiloco.run import Run
-from opendiloco.storage.files import CHECKPOINTS_FOLDER, MANIFEST
+from opendiloco.storage.files import CHECKPOINTS_FOLDER, MANIFEST, index_of
 from peers.errors import ManifestError
 from peers.log.header import Header
 from peers.network.first_contact import CONTACT_LIMIT, FILE_NAME, RememberedPeers
@@ -104,6 +104,13 @@ def kept_losses(run_id: str, base: Path | None = None) -> dict[int, float]:
     """Return, by outer step, the held-out losses that volunteers on this machine have stored for a run."""
     folder = (default_state_folder() if base is None else base) / run_id
     return {step: loss for path in sorted(folder.glob(f"*/{CURVE}")) for step, loss in read_curve(path).items()}
+
+
+def kept_folder(run_id: str) -> Path | None:
+    """Return the peer's folder on this machine with the newest checkpoint of a run, or None without a checkpoint."""
+    files = default_state_folder().glob(f"{run_id}/*/{CHECKPOINTS_FOLDER}/*")
+    newest = {index: path.parents[1] for path in files if (index := index_of(path.name)) is not None}
+    return newest[max(newest)] if newest else None
 
 
 def read_manifest(path: Path) -> Run:

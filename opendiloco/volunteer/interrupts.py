@@ -14,6 +14,10 @@ from types import FrameType
 from typing import Any, Self, TypeVar
 
 from peers.network.signals import LEAVE_SIGNALS
+from peers.values.system import now
+
+REPEAT_SECONDS = 1.0
+"""A signal that comes fewer seconds after another one repeats it: GNU timeout signals its child, then its group."""
 
 T = TypeVar("T")
 
@@ -24,19 +28,22 @@ class Interrupts:
 
     If `polite` is not set, the first signal cancels the task. Signals after the second do nothing, so that the task can
     clean up. Each signal first calls `heard`, if this is set. A hang-up after another signal does nothing either: a
-    closing terminal sends SIGHUP twice (once through its shell), and systemd may send it after SIGTERM.
+    closing terminal sends SIGHUP twice (once through its shell), and systemd may send it after SIGTERM. Nor does a
+    signal within `REPEAT_SECONDS` of another one.
     """
 
     def __init__(self, task: asyncio.Task[Any]) -> None:
         self.polite: Callable[[], None] | None = None
         self.heard: Callable[[], None] | None = None
         self.count = 0
+        self._last = 0.0  # the time of the last signal that counted
         self._task = task
 
     def __call__(self, number: signal.Signals) -> None:
-        if number == signal.SIGHUP and self.count > 0:
+        at = now()
+        if self.count > 0 and (number == signal.SIGHUP or at - self._last < REPEAT_SECONDS):
             return
-        self.count += 1
+        self.count, self._last = self.count + 1, at
         if self.heard is not None:
             self.heard()
         if self.count == 1 and self.polite is not None:

@@ -444,5 +444,6 @@ def unreachable(initial_peers: Sequence[str]) -> SwarmUnreachableError:
     """Return the error that tells users that no bootstrap node answered at these addresses."""
     return SwarmUnreachableError(
         f"no bootstrap node answered at {', '.join(initial_peers)}.",
-        "The address of another node will do, too, or that of a volunteer that others can dial: --initial-peer.",
+        "Give the address of another node, or of a volunteer that others can dial, with --initial-peer. If there is "
+        "none, start `diloco-peer bootstrap` on a machine that others can reach, and give its address.",
     )

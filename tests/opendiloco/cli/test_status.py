@@ -14,6 +14,7 @@ from rich.console import Console
 from opendiloco.cli import status as module
 from opendiloco.cli.status import COMPARE_SECONDS
 from opendiloco.config.run_config import RunConfig
+from opendiloco.owner.controls import VolunteerStatus
 from opendiloco.run import Run
 from opendiloco.view.run_view import RunView
 from peers.presence.heartbeat import Heartbeat, PeerState
@@ -111,6 +112,16 @@ def test_a_peer_alone_is_not_compared(run: Run) -> None:
     seen = [beat("a", 5, 5), beat("b", 5, 5).model_copy(update={"state": PeerState.ARCHIVING})]
     lines = [str(part) for part in module._picture(RunView(run, seen), SignedHeads(run.run_id), {}).renderables]
     assert lines[-1] == "no two peers have been seen at the same outer step yet: nothing to compare"
+
+
+def test_a_volunteer_of_this_machine_that_is_paused_is_shown_as_such(run: Run) -> None:
+    console = Console(width=200)
+    here = {"a": VolunteerStatus(says="", phase="", reasons=("on battery",)), "b": VolunteerStatus(says="", phase="")}
+    with console.capture() as capture:
+        view = RunView(run, [beat("a", 5, 5), beat("b", 5, 5)])
+        console.print(module._picture(view, SignedHeads(run.run_id), here))
+    states = [line.split()[1:4] for line in capture.get().splitlines()[2:4]]
+    assert states == [["paused", "3/4", "0"], ["training", "3/4", "1,234"]]
 
 
 @pytest.mark.parametrize("said", ["[/red] is no tag", "[link=https://evil.example]all is well[/link]"])

@@ -23,6 +23,7 @@ from opendiloco.settings.join_settings import (
     without_settings,
 )
 from opendiloco.workers.options import WorkerOptions
+from peers.values.wire import NICKNAME_LENGTH
 
 ROOT = Path(__file__).parents[3]
 SETTINGS = list(settings_of(FileSettings))
@@ -177,6 +178,11 @@ def test_every_setting_has_a_section_and_each_spelling_is_one_settings_own() -> 
 @pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: setting.name)
 def test_every_setting_says_what_it_means(setting: Any) -> None:
     assert setting.help.endswith(".")
+
+
+def test_the_help_of_name_says_what_is_accepted() -> None:
+    [name] = [setting for setting in SETTINGS if setting.name == "name"]
+    assert f"at most {NICKNAME_LENGTH} printable ASCII characters" in name.help
 
 
 def test_workers_get_their_settings() -> None:

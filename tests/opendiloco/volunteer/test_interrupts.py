@@ -8,12 +8,13 @@ import os
 import signal
 import threading
 from contextlib import suppress
+from itertools import count
 from types import FrameType
 from typing import Any
 
 import pytest
 
-from opendiloco.volunteer.interrupts import Interrupts, RememberedInterrupt, run_interruptible
+from opendiloco.volunteer.interrupts import REPEAT_SECONDS, Interrupts, RememberedInterrupt, run_interruptible
 from tests.opendiloco.conftest import InterruptedWhenItDies
 
 
@@ -68,8 +69,9 @@ def test_whoever_wants_to_hear_of_a_signal_does(is_polite: bool) -> None:
     assert heard == ["a signal"]
 
 
-def test_the_second_insists_and_what_must_be_tidied_up_is() -> None:
+def test_the_second_insists_and_what_must_be_tidied_up_is(monkeypatch: pytest.MonkeyPatch) -> None:
     tidied: list[str] = []
+    monkeypatch.setattr("opendiloco.volunteer.interrupts.now", count(0.0, REPEAT_SECONDS).__next__)
 
     async def main(interrupts: Interrupts) -> None:
         interrupts.polite = lambda: send(signal.SIGINT)
@@ -89,6 +91,23 @@ def test_a_hang_up_does_not_insist() -> None:
         interrupts(signal.SIGHUP)
         interrupts(signal.SIGHUP)
         await asyncio.sleep(0)  # a task that was cancelled would not get beyond this
+        return "polite"
+
+    assert run_interruptible(main) == "polite"
+
+
+def test_a_signal_that_comes_twice_at_once_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: under GNU timeout, which signals its child and then its group, a volunteer did not leave politely."""
+    monkeypatch.setattr("opendiloco.volunteer.interrupts.now", count(100.0, REPEAT_SECONDS / 2).__next__)
+
+    async def main(interrupts: Interrupts) -> str:
+        interrupts.polite = lambda: None
+        interrupts(signal.SIGTERM)
+        interrupts(signal.SIGTERM)
+        await asyncio.sleep(0)  # a task that was cancelled would not get beyond this
+        interrupts(signal.SIGTERM)
+        with pytest.raises(asyncio.CancelledError):
+            await asyncio.sleep(0)
         return "polite"
 
     assert run_interruptible(main) == "polite"

@@ -26,6 +26,7 @@ from opendiloco.storage.run_folder import HeldOutCurve, RunFolder
 from opendiloco.volunteer.local_workload import LocalWorkload
 from opendiloco.volunteer.states import History, find_origin
 from opendiloco.workers.options import WorkerOptions
+from peers.errors import SwarmUnreachableError
 from peers.log.folder import LogFolder, RunLog
 from peers.values.identity import Identity
 from tests.opendiloco.training.recorded_run import BLOCK_BYTES, RecordedRun, amendment, record
@@ -223,6 +224,30 @@ def test_what_is_not_there(kept: Kept, tmp_path: Path, monkeypatch: pytest.Monke
         done = export(*arguments, *out)
         assert (done.exit_code, said in done.output) == (code, True), done.output
     assert not (tmp_path / "model").exists()
+
+
+@pytest.mark.parametrize(
+    ("command", "ending"), [(["export", "--out", "other"], "--out model"), (["sample", "It says"], "'It says'")]
+)
+def test_a_run_that_no_peer_trains_is_taken_from_this_disk(
+    command: list[str], ending: str, kept: Kept, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @asynccontextmanager
+    async def newest_state(*_: object) -> AsyncIterator[None]:
+        raise SwarmUnreachableError("no peer trains.", "Ask a volunteer to join it again.")
+        yield
+
+    monkeypatch.setattr("opendiloco.volunteer.states.newest_state", newest_state)
+    monkeypatch.chdir(tmp_path)
+    for state, line in (
+        (tmp_path, ""),
+        (kept.folder.path.parents[1], f"diloco-peer {command[0]} --from {kept.folder.path} {ending}"),
+    ):
+        monkeypatch.setattr("opendiloco.storage.run_folder.default_state_folder", lambda state=state: state)
+        refused = CliRunner().invoke(main, [*command, "--run", kept.folder.run_id, "--initial-peer", "/ip4/192.0.2.1"])
+        assert refused.exit_code == SwarmUnreachableError.exit_code
+        assert line in refused.output
+        assert ("has a checkpoint" in refused.output) == bool(line)
 
 
 @pytest.mark.parametrize(("values", "said"), [(0, "leads to outer step 6 and not to 9"), (7, "is not of this run")])

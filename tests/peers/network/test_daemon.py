@@ -8,7 +8,7 @@ import pytest
 
 from peers.errors import ManifestError, OwnAddressError
 from peers.network import transport
-from peers.network.daemon import _uninterrupted, parse_addresses
+from peers.network.daemon import _uninterrupted, parse_addresses, unreachable
 from peers.network.transport import HivemindTransport
 from peers.values.identity import Identity
 from tests.peers.network.test_throttle import simulate
@@ -34,6 +34,11 @@ def test_a_cancellation_is_raised_once_the_work_is_done() -> None:
         assert done == ["all of it"]
 
     simulate(story())
+
+
+def test_who_holds_a_run_alone_learns_how_to_replace_its_node() -> None:
+    remedy = unreachable(["/ip4/192.0.2.1/tcp/1"]).remedy
+    assert "--initial-peer. If there is none, start `diloco-peer bootstrap`" in remedy
 
 
 def test_an_address_that_is_cut_off_points_at_the_invite() -> None:
