@@ -17,7 +17,7 @@ from peers.network.signals import LEAVE_SIGNALS
 from peers.values.system import now
 
 REPEAT_SECONDS = 1.0
-"""A signal that comes fewer seconds after another one repeats it: GNU timeout signals its child, then its group."""
+"""A SIGTERM that comes fewer seconds after another signal repeats it: GNU timeout signals its child, then its group."""
 
 T = TypeVar("T")
 
@@ -29,7 +29,7 @@ class Interrupts:
     If `polite` is not set, the first signal cancels the task. Signals after the second do nothing, so that the task can
     clean up. Each signal first calls `heard`, if this is set. A hang-up after another signal does nothing either: a
     closing terminal sends SIGHUP twice (once through its shell), and systemd may send it after SIGTERM. Nor does a
-    signal within `REPEAT_SECONDS` of another one.
+    SIGTERM within `REPEAT_SECONDS` of the signal before.
     """
 
     def __init__(self, task: asyncio.Task[Any]) -> None:
@@ -41,7 +41,8 @@ class Interrupts:
 
     def __call__(self, number: signal.Signals) -> None:
         at = now()
-        if self.count > 0 and (number == signal.SIGHUP or at - self._last < REPEAT_SECONDS):
+        is_repeated = number == signal.SIGTERM and at - self._last < REPEAT_SECONDS
+        if self.count > 0 and (number == signal.SIGHUP or is_repeated):
             return
         self.count, self._last = self.count + 1, at
         if self.heard is not None:

@@ -69,9 +69,8 @@ def test_whoever_wants_to_hear_of_a_signal_does(is_polite: bool) -> None:
     assert heard == ["a signal"]
 
 
-def test_the_second_insists_and_what_must_be_tidied_up_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_second_insists_and_what_must_be_tidied_up_is() -> None:
     tidied: list[str] = []
-    monkeypatch.setattr("opendiloco.volunteer.interrupts.now", count(0.0, REPEAT_SECONDS).__next__)
 
     async def main(interrupts: Interrupts) -> None:
         interrupts.polite = lambda: send(signal.SIGINT)
