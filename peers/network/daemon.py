@@ -444,5 +444,6 @@ def unreachable(initial_peers: Sequence[str]) -> SwarmUnreachableError:
     """Return the error that tells users that no bootstrap node answered at these addresses."""
     return SwarmUnreachableError(
         f"no bootstrap node answered at {', '.join(initial_peers)}.",
-        "The address of another node will do, too, or that of a volunteer that others can dial: --initial-peer.",
+        "The address of another node will do, too, or that of a volunteer that others can dial: in the invite after @, "
+        "or in --initial-peer.",
     )

@@ -8,7 +8,7 @@ import pytest
 
 from peers.errors import ManifestError, OwnAddressError
 from peers.network import transport
-from peers.network.daemon import _uninterrupted, parse_addresses
+from peers.network.daemon import _uninterrupted, parse_addresses, unreachable
 from peers.network.transport import HivemindTransport
 from peers.values.identity import Identity
 from tests.peers.network.test_throttle import simulate
@@ -41,6 +41,11 @@ def test_an_address_that_is_cut_off_points_at_the_invite() -> None:
     assert parse_addresses([address], needs_peer_id=True)
     with pytest.raises(ManifestError, match="the invite may be cut off: copy it whole"):
         parse_addresses([address[:-1]], needs_peer_id=True)
+
+
+def test_a_silent_node_can_be_replaced_in_an_invite_or_on_the_command_line() -> None:
+    """`DiLoCo` has the invite only."""
+    assert "in the invite after @, or in --initial-peer" in unreachable(["/ip4/192.0.2.1/tcp/1"]).remedy
 
 
 def test_work_that_fails_says_so() -> None:
