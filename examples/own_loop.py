@@ -2,7 +2,7 @@
 
     python examples/own_loop.py run.toml diloco:tiny-qz3h…4a@/ip4/… [--data FOLDER]
 
-It prints the loss of each outer step's last inner step, until the run is over.
+It prints a line at its start, and the loss of each outer step's last inner step, until the run is over.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from opendiloco.config.run_config import RunConfig
 
 
 def train(config: RunConfig, invite: str, data: list[Path]) -> None:
+    print("joining the run, and training up to its next outer step", flush=True)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**(config.model.config or {})))
     inner_optimizer = torch.optim.AdamW(model.parameters(), lr=config.inner_optimizer.learning_rate)
     with DiLoCo(model, inner_optimizer, run=invite, data=data) as diloco:

@@ -84,8 +84,8 @@ class DemoError(DilocoPeerError):
 
 
 class ArgumentError(DilocoPeerError):
-    """Error: a Python program passed an argument that opendiloco/training/reference.py cannot use: an outer optimizer,
-    a codec, or a pattern that divides the parameters into fragments."""
+    """Error: a Python program passed an argument that opendiloco/training/reference.py cannot use: a roster, an outer
+    optimizer, a codec, or a pattern that divides the parameters into fragments."""
 
     exit_code = 2
 

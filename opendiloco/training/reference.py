@@ -34,7 +34,7 @@ from opendiloco.config.overrides import NO_OVERRIDES, Overrides, mixture_phases
 from opendiloco.config.run_config import RunConfig, StreamingSection
 from opendiloco.data.tokenizer import Tokenizer, build_tokenizer
 from opendiloco.data.training_data import TrainingData, load_data
-from opendiloco.errors import ArgumentError, WorkerError
+from opendiloco.errors import ArgumentError, WorkerError, first_line
 from opendiloco.model.build import build_model
 from opendiloco.model.layout import Layout
 from opendiloco.model.parameters import layout_of
@@ -78,6 +78,13 @@ class Work:
     age: int = 0
     fragments: tuple[int, ...] | None = None
     formats: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not all(isinstance(samples, SampleRange) for samples in self.samples):
+            raise ArgumentError(
+                f"the samples of Work({self.replica!r}, …) are {self.samples!r}.",
+                "Give a tuple of SampleRanges, such as a lease of SamplePool.deal.",
+            )
 
     def format(self, fragment: int) -> int:
         """Return the number of the format in which the replica's contribution to a fragment is encoded."""
@@ -197,7 +204,7 @@ class StreamingDiLoCo:
     def outer_step(self, roster: Sequence[Work]) -> bytes:
         """Take one outer step with the work of a roster. Return the state digest, which depends on the roster's order.
 
-        Raises: IndexError for work older than `rounds.staleness` outer steps.
+        Raises: ArgumentError for an empty roster; IndexError for work older than `rounds.staleness` outer steps.
         """
         members = self.begin(roster)
         for fragment, part in enumerate(self.state.fragments):
@@ -214,8 +221,10 @@ class StreamingDiLoCo:
         return self.end(present)
 
     def begin(self, roster: Sequence[Work]) -> list[Participant]:
-        """Begin an outer step. Return the roster's participants. Raises: IndexError for work older than
-        `rounds.staleness` outer steps."""
+        """Begin an outer step. Return the roster's participants. Raises: ArgumentError for an empty roster; IndexError
+        for work older than `rounds.staleness` outer steps."""
+        if not roster:
+            raise ArgumentError("the outer step's roster is empty.", "Give the Work of one replica or more.")
         self._beginnings.append((self.state.theta.copy(), self.tokens, self.overrides))
         streaming, members = self.config.streaming, []
         for work in roster:
@@ -453,7 +462,12 @@ def _made_by(outer_optimizer: OuterOptimizer, tensors: list[torch.nn.Parameter])
             f"outer_optimizer is a {type(outer_optimizer).__name__} that was made already.",
             "Give the class, or a function that makes an optimizer from a list of parameters.",
         )
-    optimizer: Any = outer_optimizer(tensors)
+    try:
+        optimizer: Any = outer_optimizer(tensors)
+    except ValueError as error:
+        raise ArgumentError(
+            f"outer_optimizer: {first_line(error)}", "Use an optimizer and settings that suit all tensors of the model."
+        ) from error
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ArgumentError(
             f"outer_optimizer has made a {type(optimizer).__name__}.", "Make an optimizer of torch.optim."

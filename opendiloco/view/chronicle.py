@@ -188,7 +188,7 @@ def _absences(before: LogState, header: Header, certificate: Certificate | None)
     gone, leases = set(before.gone_in(header)), {lease.peer for lease in header.leases}
     voters = electorate(before, header, certificate.group).voters if certificate else ()
     left = {voters[farewell.place][0] for farewell in certificate.farewells} if certificate else set()
-    partly = "most of its blocks came too late: its samples are trained again"
+    partly = "was absent from most chunks: its samples are trained again"
     found = [_Absence(member.peer, "partly", partly) for member in header.roster if not before.has_trained(member)]
     for peer in dict.fromkeys((*before.ring, *faults)):
         if peer in faults:
@@ -200,7 +200,7 @@ def _absences(before: LogState, header: Header, certificate: Certificate | None)
         elif peer in gone:
             found.append(_Absence(peer, "gone", "has left, fell silent, or started again"))
         elif peer in leases:
-            found.append(_Absence(peer, "late", "was not ready; its work may still count in the next entry"))
+            found.append(_Absence(peer, "unready", "was not ready; its work may still count in the next entry"))
         else:
-            found.append(_Absence(peer, "absent", "was not ready; its lease went back into the pool"))
+            found.append(_Absence(peer, "returned", "was not ready; its lease went back into the pool"))
     return tuple(found)

@@ -1,12 +1,14 @@
 """Handlers of Ctrl-C and SIGTERM: the first signal asks the program to leave politely, the second one cancels it.
 SIGHUP, which a closing terminal sends, only asks.
 
-In a researcher's own program, that program and Python handle Ctrl-C; this module only makes sure that it is not lost.
+In a researcher's own program, that program and Python handle Ctrl-C; this module only makes sure that it is not lost,
+and that SIGTERM acts like it.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import threading
 from collections.abc import Callable, Coroutine
@@ -54,33 +56,37 @@ class Interrupts:
 
 
 class RememberedInterrupt:
-    """A context manager that remembers a Ctrl-C, so that `raise_again` can repeat its KeyboardInterrupt if Python has
-    ignored it, as in a destructor.
+    """A context manager that makes SIGTERM raise KeyboardInterrupt, as Ctrl-C does, and remembers both signals, so that
+    `raise_again` can repeat a KeyboardInterrupt that Python has ignored, as in a destructor.
 
     Python ignores a KeyboardInterrupt that is raised in a destructor or in some libraries' callbacks: it prints
     "Exception ignored in", and the program continues. The work in the context therefore calls `raise_again` now and
     then.
 
-    The end of the context restores the former signal handler. That handler runs first. Only if it raises
-    KeyboardInterrupt is an interrupt remembered. In a thread other than the main one, or if Ctrl-C ends the process or
-    is ignored, the context changes nothing.
+    The end of the context restores the former signal handlers. A program's own handler runs first. Only if it raises
+    KeyboardInterrupt is an interrupt remembered. The context changes nothing in a thread other than the main one, for a
+    signal that is ignored, or if Ctrl-C ends the process. SIGTERM ends a forked child as before.
     """
 
     def __init__(self) -> None:
         self._was_raised = False
-        self._former: Any = None
+        self._former: dict[int, Any] = {}
 
     def __enter__(self) -> Self:
-        former = signal.getsignal(signal.SIGINT)
-        if callable(former) and threading.current_thread() is threading.main_thread():
-            self._former = former
-            signal.signal(signal.SIGINT, self._heard)
+        self._process = os.getpid()
+        is_main = threading.current_thread() is threading.main_thread()
+        for number in (signal.SIGINT, signal.SIGTERM) if is_main else ():
+            former = signal.getsignal(number)
+            if callable(former) or (number == signal.SIGTERM and former == signal.SIG_DFL):
+                self._former[number] = former
+                signal.signal(number, self._heard)
         return self
 
     def __exit__(self, *_: object) -> None:
-        is_ours = signal.getsignal(signal.SIGINT) == self._heard  # False if the `with` block has set another handler
-        if is_ours and threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGINT, self._former)
+        is_main = threading.current_thread() is threading.main_thread()
+        for number, former in self._former.items() if is_main else ():
+            if signal.getsignal(number) == self._heard:  # not if the `with` block has set another handler
+                signal.signal(number, former)
 
     def raise_again(self) -> None:
         """Raise a new KeyboardInterrupt if one was lost since the last call."""
@@ -89,8 +95,12 @@ class RememberedInterrupt:
             raise KeyboardInterrupt
 
     def _heard(self, number: int, frame: FrameType | None) -> None:
+        former = self._former[number]
+        if not callable(former) and os.getpid() != self._process:
+            signal.signal(number, former)
+            signal.raise_signal(number)
         try:
-            self._former(number, frame)
+            (former if callable(former) else signal.default_int_handler)(number, frame)
         except KeyboardInterrupt:
             self._was_raised = True
             raise

@@ -38,6 +38,7 @@ def test_two_loops_and_a_volunteer_end_with_the_same_weights(tmp_path: Path) -> 
     assert not [loop.err for loop in ended if "counted none" in loop.err]
     sums = {line for loop in ended for line in loop.out.splitlines() if line.startswith("the sum of all")}
     assert len(sums) == 1, sums
+    assert ended[0].out.startswith("joining the run")
     steps = [line.split(":")[0] for line in ended[0].out.splitlines() if line.startswith("outer step")]
     assert steps == sorted(set(steps)), "each once, in order; it may have been too late for one"
     assert steps[-1] == "outer step 3"

@@ -101,6 +101,7 @@ def test_a_held_out_part_that_is_far_from_the_wanted_one_is_told(caplog: pytest.
     assert not caplog.text
     training_data.check_share("texts", 0.05, 8_000, 2_000)
     warning = "'texts': 20.0% of tokens are held out, but data.held_out = 0.05; cut the text into more documents"
+    warning += ": 180 of about one size will do"
     assert warning in caplog.text
 
 

@@ -94,11 +94,24 @@ def test_an_optimizer_that_diverges_is_named(small_content: dict[str, Any]) -> N
         (torch.optim.SGD([torch.zeros(1)], lr=1.0), r"is a SGD that was made already\. Give the class"),
         (lambda tensors: None, r"has made a NoneType\. Make an optimizer of torch\.optim"),
         (torch.optim.LBFGS, r": LBFGS\.step needs a closure"),
+        (
+            partial(torch.optim.SGD, lr=-1.0),
+            r": Invalid learning rate: -1\.0\. Use an optimizer and settings that suit all",
+        ),
     ],
 )
 def test_what_is_no_outer_optimizer_is_named(small_content: dict[str, Any], given: Any, problem: str) -> None:
     with pytest.raises(ArgumentError, match=f"^outer_optimizer ?{problem}"):
         Reference(config_of(small_content), outer_optimizer=given)
+
+
+# A roster ------------------------------------------------------------------------------------------------------------
+def test_what_is_no_roster_is_named(small_content: dict[str, Any]) -> None:
+    samples: Any = ((0, 80),)
+    with pytest.raises(ArgumentError, match=r"^the samples of Work\('a', …\) are \(\(0, 80\),\)\. Give a tuple of Sam"):
+        Work("a", samples, 10)
+    with pytest.raises(ArgumentError, match=r"^the outer step's roster is empty\. Give the Work"):
+        Reference(config_of(small_content)).outer_step([])
 
 
 # A codec -------------------------------------------------------------------------------------------------------------

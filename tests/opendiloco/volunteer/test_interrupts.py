@@ -4,6 +4,7 @@ somebody else's program they do what they did, and are not lost."""
 from __future__ import annotations
 
 import asyncio
+import multiprocessing
 import os
 import signal
 import threading
@@ -159,6 +160,27 @@ def test_where_there_is_no_handler_there_is_none_of_ours(former: Any) -> None:
     signal.signal(signal.SIGINT, former)
     with RememberedInterrupt():
         assert signal.getsignal(signal.SIGINT) == former
+
+
+@pytest.mark.usefixtures("_handler_of_python")
+def test_sigterm_is_like_ctrl_c_unless_it_is_ignored_and_ends_a_forked_child() -> None:
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    with RememberedInterrupt() as interrupt:
+        with pytest.raises(KeyboardInterrupt):
+            send(signal.SIGTERM)
+        with pytest.raises(KeyboardInterrupt):
+            interrupt.raise_again()
+        child = multiprocessing.get_context("fork").Process(target=send, args=(signal.SIGTERM,))
+        child.start()
+        child.join(30)
+        assert child.exitcode == -signal.SIGTERM
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        with RememberedInterrupt():
+            assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 @pytest.mark.usefixtures("_handler_of_python")
