@@ -445,6 +445,6 @@ def unreachable(initial_peers: Sequence[str]) -> SwarmUnreachableError:
     return SwarmUnreachableError(
         f"no bootstrap node answered at {', '.join(initial_peers)}.",
         "Give the address of another node, or of a volunteer that others can dial, in the invite after @ or with "
-        "--initial-peer. If there is none, start `diloco-peer bootstrap` on a machine that others can reach, and give its "
-        "address.",
+        "--initial-peer. If there is none, start `diloco-peer bootstrap` on a machine that others can reach, and give "
+        "its address.",
     )

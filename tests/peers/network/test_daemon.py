@@ -50,7 +50,7 @@ def test_an_address_that_is_cut_off_points_at_the_invite() -> None:
 
 def test_a_silent_node_can_be_replaced_in_an_invite_or_on_the_command_line() -> None:
     """`DiLoCo` has the invite only."""
-    assert "in the invite after @, or in --initial-peer" in unreachable(["/ip4/192.0.2.1/tcp/1"]).remedy
+    assert "in the invite after @ or with --initial-peer" in unreachable(["/ip4/192.0.2.1/tcp/1"]).remedy
 
 
 def test_work_that_fails_says_so() -> None:
