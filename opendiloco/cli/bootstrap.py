@@ -102,7 +102,7 @@ def _check_addresses(addresses: tuple[str, ...], are_own: bool = True) -> None:
     "tickets",
     multiple=True,
     metavar="TICKET|FILE",
-    help="With --archive: ticket to a run by invitation. May be repeated.",
+    help="With --archive: ticket to a run by invitation that does not name this archive. May be repeated.",
 )
 def bootstrap(
     identity: Path,

@@ -351,7 +351,7 @@ PIECE_BYTES, PARQUET_GROWTH = 1 << 30, 1000
 is read as a whole may have PIECE_BYTES, uncompressed."""
 LONGEST_LINE = 1 << 28  # most bytes or characters of a line
 NOT_TEXT = "It has NUL bytes, so it is not text, but binary data or UTF-16: remove it, or convert it with iconv."
-MOST_NOT_UTF8 = 0.01  # largest share of a JSON file's lines, 0 to 1, that may be skipped because they are not UTF-8
+MOST_NOT_UTF8 = 0.01  # largest share, 0 to 1, of a JSON file's lines or a source's documents that may not be UTF-8
 LINES_AT_ONCE = 1 << 23  # bytes of a JSON file that are read at once
 
 

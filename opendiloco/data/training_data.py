@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from opendiloco.config.data import SourceSection
 from opendiloco.config.run_config import RunConfig
-from opendiloco.data.corpus import Document, open_corpus, tokenizing
+from opendiloco.data.corpus import MOST_NOT_UTF8, NOT_TEXT, Document, open_corpus, tokenizing
 from opendiloco.data.sample_order import HeldOutWindows, Mixture, SampleOrder, Shuffled, Windows
 from opendiloco.data.token_files import (
     Piece,
@@ -108,9 +108,9 @@ class TokenizedSource:
 
     def _full_documents(self, shard: int | None) -> Iterator[Document]:
         """Yield the documents of the source, or of one shard, that are not empty, and log how many are empty or not
-        UTF-8. Raises: DataError if all documents of a whole source are empty."""
+        UTF-8. Raises: DataError if of a whole source all documents are empty, or more than MOST_NOT_UTF8 not UTF-8."""
         total = empty = foreign = 0
-        example = ""
+        example: Document | None = None
         for document in self._corpus.documents(shard):
             total += 1
             if document.size == 0:
@@ -118,7 +118,7 @@ class TokenizedSource:
                 continue
             if not _is_utf8(document.text):
                 foreign += 1
-                example = example or printable(document.identity[:60].decode(errors="replace"))
+                example = example or document
             yield document
         name = repr(self.section.source)
         if shard is None and total and empty == total:
@@ -130,15 +130,13 @@ class TokenizedSource:
             logger.info(
                 "data.source = %s: skipped %s of %s documents, because they are empty", name, f"{empty:,}", f"{total:,}"
             )
-        if foreign:
-            logger.warning(
-                "data.source = %s: %s of %s documents are not UTF-8, such as %s; convert them (from Latin-1: iconv -f "
-                "ISO-8859-1 -t UTF-8)",
-                name,
-                f"{foreign:,}",
-                f"{total:,}",
-                example,
-            )
+        if example is not None:
+            such = printable(example.identity[:60].decode(errors="replace"))
+            found = f"data.source = {name}: {foreign:,} of {total:,} documents are not UTF-8, such as {such}"
+            remedy = NOT_TEXT if b"\0" in example.text else "Convert them (from Latin-1: iconv -f ISO-8859-1 -t UTF-8)."
+            if shard is None and foreign > MOST_NOT_UTF8 * total:
+                raise DataError(f"{found}.", remedy)
+            logger.warning("%s. %s", found, remedy)
 
     def _key(self, enough: int = 0) -> str:
         section = self.section
@@ -296,13 +294,16 @@ def load_data(
             tokens = _read_tokens(section, data.held_out, tokenizer, cache)
             training, evaluation = Windows(tokens.training, length), Windows(tokens.held_out, length)
             _check_count(section, config, "training", training)
+            _check_count(section, config, "held-out", evaluation)
+            if not is_token_folder(section.source):
+                check_share(section.source, data.held_out, tokens.training.size, tokens.held_out.size)
             orders.append(Shuffled.whole(training, seed))
         else:
             ahead = None if tokenize_ahead is None else partial(tokenize_ahead, place)
             shards = shards_of(section, config, tokenizer, cache, ahead)
             evaluation = shards.held_out(max(config.evaluation.windows, config.training.batch_size))
+            _check_count(section, config, "held-out", evaluation)
             orders.append(Shuffled(shards.shard, section.shards, shards.windows_per_shard, seed, shards.soon))
-        _check_count(section, config, "held-out", evaluation)
         held_out.append(evaluation)
     return TrainingData(SampleOrder(orders, mixture, end), HeldOutWindows(held_out, mixture, end))
 
@@ -313,7 +314,6 @@ def _read_tokens(section: SourceSection, held_out: float, tokenizer: Tokenizer, 
         tokens = open_token_folder(section.source, tokenizer, held_out, cache)
     else:
         tokens = TokenizedSource(section, held_out, tokenizer, cache).tokens()
-        check_share(section.source, held_out, tokens.training.size, tokens.held_out.size)
     if section.digest is not None and (found := digest_of_tokens(tokens)) != section.digest:
         raise DataError(
             f"the run's data.digest is {section.digest}; the tokens of {section.source!r} have {found}.",

@@ -205,8 +205,8 @@ def _data(config: RunConfig, facts: RunFacts) -> str:
 
 {table}
 
-Windows of {training.sequence_length} tokens{apart}. Tokenizer: {tokenizer}. About {data.held_out:.1%} of the text
-was held out, and never trained on.
+Windows of {training.sequence_length} tokens{apart}. Tokenizer: {tokenizer}. Each document was held out
+with probability {data.held_out:g} (`data.held_out`), or of a long one the end, and never trained on.
 
 """
 

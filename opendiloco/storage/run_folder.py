@@ -19,7 +19,7 @@ from opendiloco.storage.files import CHECKPOINTS_FOLDER, MANIFEST, index_of
 from peers.errors import ManifestError
 from peers.log.header import Header
 from peers.network.first_contact import CONTACT_LIMIT, FILE_NAME, RememberedPeers
-from peers.values.manifest import SignedManifest
+from peers.values.manifest import ASK_AGAIN, SignedManifest
 from peers.values.system import make_private_folder, write_whole
 from peers.values.wire import pack, unpack
 
@@ -120,7 +120,13 @@ def read_manifest(path: Path) -> Run:
     except OSError as error:
         reason = error.strerror or str(error)
         raise ManifestError(f"{path}: cannot be read ({reason}).", "Give a manifest that exists.") from error
-    return Run.from_manifest(SignedManifest.unpack(packed))
+    try:
+        manifest = SignedManifest.unpack(packed)
+    except ManifestError as error:
+        again = "The organiser's `run create` with the same run.toml and key writes the file again."
+        remedy = again if error.remedy == ASK_AGAIN else error.remedy
+        raise ManifestError(f"{path}: {error.message}", remedy) from error
+    return Run.from_manifest(manifest)
 
 
 # Held-out losses ------------------------------------------------------------------------------------------------------

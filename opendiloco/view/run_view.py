@@ -149,7 +149,7 @@ class Agreement:
             places = ", ".join(str(index) for index in self.disagreements)
             return f"the peers DISAGREE at outer step {places}: their log or state digests differ"
         if not self.compared:
-            return "no two peers have been seen at the same outer step yet: nothing to compare"
+            return "no two peers have reported a state digest at the same outer step yet: nothing to compare"
         plural = "s" if self.compared > 1 else ""
         return f"all log and state digests agree ({self.compared} outer step{plural} compared)"
 

@@ -105,9 +105,9 @@ def _show_ticket(admission: RunAdmission, me: str, kept: Path | None, ticket: Ti
 
 
 def _shown(admission: RunAdmission, me: str, kept: Path | None, ticket: Ticket | None) -> bytes:
-    """Return the ticket, as bytes, to add to this machine's heartbeats. For the organiser, who needs none, return no
-    bytes. Raises: AdmissionError if there is no ticket for this run."""
-    if me == admission.organiser:
+    """Return the ticket, as bytes, to add to this machine's heartbeats; none for the organiser and the named archives,
+    which need no ticket. Raises: AdmissionError if there is no ticket for this run."""
+    if me in admission.named:
         return b""
     if ticket is not None:
         if ticket.run != admission.run:

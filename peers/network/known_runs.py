@@ -77,7 +77,7 @@ class Admissions:
             return
         admission = self._others.pop(run, None)
         if manifest.is_by_invitation:
-            admission = admission or RunAdmission(run, manifest.organiser)
+            admission = admission or RunAdmission(run, manifest.organiser, manifest.archives)
         if is_ours:
             self._ours[run] = admission
         else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from peers.errors import AdmissionError
@@ -22,9 +23,11 @@ class TicketSighting(NamedTuple):
 class RunAdmission:
     """Admission to one run by the tickets that peers show. Times are seconds since the epoch on our wall clock."""
 
-    def __init__(self, run: str, organiser: str) -> None:
+    def __init__(self, run: str, organiser: str, archives: Iterable[str] = ()) -> None:
         self.run = run
         self.organiser = organiser
+        self.named = {organiser, *archives}
+        """The peers that the signed manifest names. They need no ticket."""
         self.revocations: Revocations | None = None
         self.ticket = b""
         """Our own ticket, as our heartbeats show it."""
@@ -32,7 +35,7 @@ class RunAdmission:
 
     def refusal(self, peer: str, ticket: bytes, wall: float) -> str:
         """Return the reason why a ticket does not admit its peer; empty if the peer is admitted."""
-        if peer == self.organiser:
+        if peer in self.named:
             return ""
         if not ticket:
             return "it shows no ticket"
@@ -57,8 +60,8 @@ class RunAdmission:
         return reason
 
     def check(self, peer: str, wall: float) -> None:
-        """Raise AdmissionError unless a peer's ticket was shown in the last PRESENT seconds and is still valid."""
-        if peer == self.organiser:
+        """Raise AdmissionError unless a peer needs no ticket, or showed a valid one in the last PRESENT seconds."""
+        if peer in self.named:
             return
         seen = self._seen.get(peer)
         if seen is None:

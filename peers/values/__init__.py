@@ -8,7 +8,8 @@ chunks: ChunkedPayload, Chunking, KEPT_BYTES, KeptPayloads, MOST_LEVELS, NODE, P
     chunk_digests, chunks_of, digest_of_chunks, digest_of_state, parts_of, payloads_moved, root_of, split_by_rate
 identity: Identity, Keys, SIGNATURE_BYTES, Signature, Verify, is_peer_id, peer_id_of_bytes, verify
 leases: Lease, PIECE_LIMIT, SamplePool, SampleRange, prefix, sample_count
-manifest: ADDRESS, AMENDMENTS_LIMIT, AMENDMENT_LIMIT, Amendment, Invite, LoggedAmendment, RUN_ID, SignedManifest, newest
+manifest: ADDRESS, AMENDMENTS_LIMIT, AMENDMENT_LIMIT, ASK_AGAIN, Amendment, Invite, LoggedAmendment, RUN_ID,
+    SignedManifest, newest
 signed_heads: HEADS_BYTES, KEYS_LIMIT, NOTHING_SIGNED, SignedHead, SignedHeads, SignedHeadsError, pack_heads,
     unpack_heads
 system: PARTIAL, cancel_and_wait, make_private_folder, next_sequence, now, open_private, shared_folder, start_task,

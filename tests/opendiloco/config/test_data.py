@@ -40,13 +40,16 @@ def test_documents_end_with_the_end_token_and_held_out_ones_are_never_trained_on
         ("held-out", {"held_out": 1e-12}),
     ],
 )
-def test_too_small_a_corpus(small_content: dict[str, Any], part: str, changes: dict[str, Any]) -> None:
+def test_too_small_a_corpus(
+    small_content: dict[str, Any], part: str, changes: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
     if "held_out" in changes:
         changes = {"data": small_content["data"] | changes}
     config = RunConfig.from_manifest_content(small_content | changes)
     with pytest.raises(DataError, match=rf"has \d+ {part} windows of 16 tokens; a batch needs") as caught:
         load_data(config, ByteTokenizer())
     assert caught.value.remedy
+    assert "are held out" not in caplog.text, "the error is enough"
 
 
 @pytest.mark.parametrize(
@@ -67,7 +70,7 @@ def test_of_a_long_document_and_of_the_only_one_the_end_is_held_out(
 ) -> None:
     monkeypatch.setattr(training_data, "LONG", 2000)
     for number, size in enumerate(sizes):
-        (tmp_path / f"{number}.txt").write_bytes(bytes(n % 251 for n in range(size)))
+        (tmp_path / f"{number}.txt").write_bytes(bytes(n % 127 for n in range(size)))
     section = SourceSection(source=str(tmp_path))
     source = TokenizedSource(section, 1 / 3, ByteTokenizer(), TokenCache(tmp_path / "cache"))
     pieces = [(part, tokens) for part, tokens in source.pieces() if len(tokens) > 51]
@@ -75,7 +78,7 @@ def test_of_a_long_document_and_of_the_only_one_the_end_is_held_out(
     assert all(tokens[-1] == END for _, tokens in pieces)
     both = zip(pieces[::2], pieces[1::2], strict=True)
     read = [np.concatenate([trained[:-1], apart[:-1]]) for (_, trained), (_, apart) in both]
-    assert [tokens.tolist() for tokens in read] == [[n % 251 for n in range(size)] for size in sizes if size > 51]
+    assert [tokens.tolist() for tokens in read] == [[n % 127 for n in range(size)] for size in sizes if size > 51]
     assert len([part for part, _ in source.pieces(only_held_out=True) if part]) >= len(held_out)
 
 
@@ -85,24 +88,41 @@ def test_documents_without_text_or_in_another_encoding_are_counted(
     caplog.set_level("INFO")
     (tmp_path / "a.txt").write_bytes(b"")
     (tmp_path / "b.txt").write_bytes("Zwölf Boxkämpfer".encode("latin-1") * 100)
-    (tmp_path / "c.txt").write_bytes("Zwölf Boxkämpfer".encode() * 100)
+    for number in range(99):
+        (tmp_path / f"c{number}.txt").write_bytes("Zwölf Boxkämpfer".encode() * 100)
     source = TokenizedSource(SourceSection(source=str(tmp_path)), 0.5, ByteTokenizer(), TokenCache(tmp_path / "cache"))
-    assert len(list(source.pieces())) == 2
-    assert "skipped 1 of 3 documents, because they are empty" in caplog.text
-    assert "1 of 3 documents are not UTF-8, such as b.txt; convert them" in caplog.text
-    for name in "bc":
-        (tmp_path / f"{name}.txt").write_bytes(b"")
-    with pytest.raises(DataError, match="all 3 documents are empty or null"):
+    assert len(list(source.pieces())) == 100
+    assert "skipped 1 of 101 documents, because they are empty" in caplog.text
+    assert "1 of 101 documents are not UTF-8, such as b.txt. Convert them" in caplog.text
+    for path in tmp_path.glob("*.txt"):
+        path.write_bytes(b"")
+    with pytest.raises(DataError, match="all 101 documents are empty or null"):
         list(source.pieces())
 
 
-def test_a_held_out_part_that_is_far_from_the_wanted_one_is_told(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(("text", "remedy"), [(b"\xe4", "iconv -f ISO-8859-1"), (b"\xff\0", "It has NUL bytes")])
+def test_text_files_of_which_many_are_not_utf8_are_refused(tmp_path: Path, text: bytes, remedy: str) -> None:
+    """Regression: a run was made of random bytes, with a warning only."""
+    (tmp_path / "a.txt").write_bytes(text * 1000)
+    source = TokenizedSource(SourceSection(source=str(tmp_path)), 0.5, ByteTokenizer(), TokenCache(tmp_path / "cache"))
+    with pytest.raises(DataError, match=f"1 of 1 documents are not UTF-8, such as a.txt.*{remedy}"):
+        list(source.pieces())
+
+
+def test_a_held_out_part_that_is_far_from_the_wanted_one_is_told(
+    small_content: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     training_data.check_share("good", 0.05, 9_000, 1_000)
     assert not caplog.text
     training_data.check_share("texts", 0.05, 8_000, 2_000)
     warning = "'texts': 20.0% of tokens are held out, but data.held_out = 0.05; cut the text into more documents"
     warning += ": 180 of about one size will do"
     assert warning in caplog.text
+    for number, size in enumerate([500, 500, 20_000]):
+        (tmp_path / f"{number}.txt").write_text("a" * size, encoding="utf-8")
+    data = {"source": str(tmp_path), "held_out": 0.3}
+    load_data(RunConfig.from_manifest_content(small_content | {"data": data}), ByteTokenizer())
+    assert f"{str(tmp_path)!r}: " in caplog.text
 
 
 # Mixtures ------------------------------------------------------------------------------------------------------

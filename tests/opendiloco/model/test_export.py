@@ -90,7 +90,7 @@ def test_the_card_has_curve_data_contributors_and_the_command(small_config: RunC
         "| 0 | 0 | 5.0000 |",
         "| 2392 | 29,900 | 0.0167 |",
         "| local text of each volunteer | 100.0% |",
-        "Windows of 16 tokens. Tokenizer: bytes. About 20.0% of the text",
+        "Windows of 16 tokens. Tokenizer: bytes. Each document was held out\nwith probability 0.2 (`data.held_out`)",
         "```sh\ndiloco-peer export --initial-peer ADDRESS --out model\n```",
         "at least 17 peers trained 345,678 tokens in 12 outer steps.",
         "up to 4 inner steps at a time with adamw, in batches of\n2 windows, at a learning rate of up to 0.01.",

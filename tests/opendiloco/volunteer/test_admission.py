@@ -18,12 +18,12 @@ from peers.values.tickets import Revocations, Ticket
 from peers.values.wire import pack
 
 RUN = "tiny-" + "a" * 32
-ORGANISER, ME, OTHER = (Identity.generate() for _ in range(3))
+ORGANISER, ARCHIVE, ME, OTHER = (Identity.generate() for _ in range(4))
 LATER = int(time.time()) + 10**6  # also where all tests take longer than usual
 
 
 def run_admission(revoked: tuple[bytes, ...] = ()) -> RunAdmission:
-    admission = RunAdmission(RUN, ORGANISER.peer_id)
+    admission = RunAdmission(RUN, ORGANISER.peer_id, [ARCHIVE.peer_id])
     if revoked:
         admission.revoke(pack(Revocations.sign(RUN, 1, revoked, ORGANISER)))
     return admission
@@ -41,9 +41,10 @@ def test_with_a_ticket(to: str | None) -> None:
     assert run_admission().admit(ME.peer_id, shown, time.time()) == "", "as others see it"
 
 
-def test_the_organiser_needs_none() -> None:
+@pytest.mark.parametrize("named", [ORGANISER, ARCHIVE], ids=["organiser", "archive"])
+def test_the_peers_that_the_manifest_names_need_none(named: Identity) -> None:
     for given in (None, Ticket.give(RUN, ORGANISER, LATER, OTHER.peer_id)):
-        assert enter(given, key=ORGANISER).ticket == b""
+        assert enter(given, key=named).ticket == b""
 
 
 @pytest.mark.parametrize(

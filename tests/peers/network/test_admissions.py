@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from contextlib import nullcontext
 
 import msgpack
 import pytest
@@ -57,6 +58,17 @@ def test_only_who_was_seen_with_a_ticket_may_come_in() -> None:
     for run in (OPEN.run_id, "unknown-" + "a" * 32):
         made.check(run, STRANGER.peer_id)
         assert made.admits(beat_of(STRANGER, run), now)
+
+
+def test_the_archives_that_the_manifest_names_need_no_ticket() -> None:
+    """Regression: a run's own archive kept nothing without a ticket, which names the run that names it."""
+    content = {"admission": {"mode": "invite"}, "archives": [FRIEND.peer_id]}
+    manifest = SignedManifest.create(ORGANISER, "guests", content)
+    made, now = admissions(manifest), time.time()
+    for peer, is_named in ((FRIEND, True), (ORGANISER, True), (STRANGER, False)):
+        assert made.admits(beat_of(peer, manifest.run_id), now) == is_named
+        with nullcontext() if is_named else pytest.raises(RefusalError):
+            made.check(manifest.run_id, peer.peer_id)
 
 
 class TestRecords:

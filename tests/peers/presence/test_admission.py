@@ -12,13 +12,13 @@ from peers.values.tickets import GRACE, Revocations, Ticket
 from peers.values.wire import pack
 from tests.peers.presence.beaters import RUN, Beater, Clock
 
-ORGANISER, FRIEND, STRANGER, THIRD = (Identity.generate() for _ in range(4))
+ORGANISER, ARCHIVE, FRIEND, STRANGER, THIRD = (Identity.generate() for _ in range(5))
 NOW = 1_800_000_000.0
 LATER = int(NOW) + 1000
 
 
 def run_admission() -> RunAdmission:
-    return RunAdmission(RUN, ORGANISER.peer_id)
+    return RunAdmission(RUN, ORGANISER.peer_id, [ARCHIVE.peer_id])
 
 
 def is_admitted(admission: RunAdmission, peer: Identity, wall: float) -> bool:
@@ -40,9 +40,10 @@ class TestTickets:
         assert is_admitted(admission, FRIEND, NOW + PRESENT - 1)
         assert not is_admitted(admission, FRIEND, NOW + PRESENT), "it may be gone"
 
-    def test_the_organiser_needs_none(self) -> None:
-        assert run_admission().admit(ORGANISER.peer_id, b"", NOW) == ""
-        assert is_admitted(run_admission(), ORGANISER, NOW)
+    @pytest.mark.parametrize("named", [ORGANISER, ARCHIVE], ids=["organiser", "archive"])
+    def test_the_peers_that_the_manifest_names_need_none(self, named: Identity) -> None:
+        assert run_admission().admit(named.peer_id, b"", NOW) == ""
+        assert is_admitted(run_admission(), named, NOW)
 
     @pytest.mark.parametrize(
         ("ticket", "reason"),
@@ -102,7 +103,7 @@ class TestBeats:
         clock = Clock()
         peers = [Beater(clock, one) for one in (FRIEND, STRANGER, THIRD)[: len(tickets)]]
         for peer, ticket in zip(peers, tickets, strict=True):
-            peer.beats.admission = RunAdmission(RUN, ORGANISER.peer_id)
+            peer.beats.admission = run_admission()
             peer.say(ticket=ticket or b"")
         return clock, peers
 
@@ -119,11 +120,12 @@ class TestBeats:
         friend.finds(stranger)
         assert set(friend.knows()) == set()
 
-    def test_whoever_only_looks_is_a_stranger_but_for_the_organiser(self) -> None:
+    def test_whoever_only_looks_is_a_stranger_but_for_those_that_the_manifest_names(self) -> None:
         clock, (friend,) = self.party(own_ticket(FRIEND))
         with pytest.raises(AdmissionError):
             Beater(clock).asks(friend)
-        assert Beater(clock, ORGANISER).asks(friend) == {friend.name}
+        for named in (ORGANISER, ARCHIVE):
+            assert Beater(clock, named).asks(friend) == {friend.name}
 
     def test_a_stranger_that_a_guest_hands_out_is_passed_over(self) -> None:
         _, (friend, other, stranger) = self.party(own_ticket(FRIEND), own_ticket(STRANGER), None)
