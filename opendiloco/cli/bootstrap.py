@@ -94,7 +94,7 @@ def _check_addresses(addresses: tuple[str, ...], are_own: bool = True) -> None:
 )
 @typed_option(
     "max_disk",
-    shown="nine tenths of the free and used space",
+    shown="nine tenths of the free disk plus the archive's own",
     help="With --archive: use at most N gigabytes for all runs, and a quarter of that for one run.",
 )
 @click.option(
@@ -210,7 +210,8 @@ def _show_addresses(addresses: tuple[str, ...], are_announced: bool = False) -> 
     hosts = [host_of(address) or "" for address in over_ipv4 or addresses]
     if where == "any" and not are_announced and all(is_numeric(host) and not is_public(host) for host in hosts):
         click.echo("It has no public IPv4 address. For peers in other networks add, with the public address,")
-        click.echo("  --announce /ip4/PUBLIC-ADDRESS/tcp/PORT")
+        port = "/".join((over_ipv4 or addresses)[0].partition("/p2p/")[0].split("/")[3:])  # such as tcp/31337
+        click.echo(f"  --announce /ip4/PUBLIC-ADDRESS/{port}")
     click.echo(f"To start a run, type on {where} machine, in an environment with torch")
     click.echo("(the first command writes a small run.toml):")
     click.echo("  diloco-peer run example > run.toml")

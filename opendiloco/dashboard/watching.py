@@ -97,21 +97,22 @@ class NodeSources:
     def __init__(self, network: HivemindTransport, kept: Callable[[str], ArchivedRun | None] | None) -> None:
         self._network = network
         self._kept = kept
+        self._known: dict[str, SignedManifest] = {}  # by run id
         self._sources: dict[str, Source] = {}
         self._failures = RunFailures("finding its log")
         self._updated_at = float("-inf")
 
     def current(self, manifests: Iterable[SignedManifest]) -> list[Source]:
         """Return a source for each run in `manifests`, which is read at most every `UPDATE_SECONDS`, because it is slow
-        to iterate."""
+        to iterate. A source has the run's log as soon as the archive has opened it."""
         if time.monotonic() - self._updated_at >= UPDATE_SECONDS:
-            known = {manifest.run_id: manifest for manifest in manifests}
-            self._sources = {run_id: source for run_id, source in self._sources.items() if run_id in known}
-            for run_id, manifest in known.items():
-                if self._failures.is_due(run_id):
-                    with self._failures.caught(run_id):
-                        self._begin(run_id, manifest)
+            self._known = {manifest.run_id: manifest for manifest in manifests}
+            self._sources = {run_id: source for run_id, source in self._sources.items() if run_id in self._known}
             self._updated_at = time.monotonic()
+        for run_id, manifest in self._known.items():
+            if self._failures.is_due(run_id):
+                with self._failures.caught(run_id):
+                    self._begin(run_id, manifest)
         return list(self._sources.values())
 
     def _begin(self, run_id: str, manifest: SignedManifest) -> None:
@@ -486,6 +487,11 @@ class RunWatch:
     def is_due(self, now: float) -> bool:
         return now - self.updated_at >= (WATCHED_SECONDS if self.board.watchers else UNWATCHED_SECONDS)
 
+    def take(self, source: Source) -> None:
+        """Use `source` from now on. A new one has a log that the one before did not have: update the run at once."""
+        if source is not self.source:
+            self.source, self.updated_at = source, float("-inf")
+
     async def update(self) -> None:
         """Update the history and the page, unless another task has just done so. A part that cannot be read now keeps
         its last values until the next update."""
@@ -567,7 +573,7 @@ class RunWatches:
             del self.runs[run]
         for run, source in sources.items():
             if run in self.runs:
-                self.runs[run].source = source
+                self.runs[run].take(source)
             elif self._failures.is_due(run):
                 with self._failures.caught(run):
                     self.runs[run] = RunWatch(source)

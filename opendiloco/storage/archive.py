@@ -419,7 +419,8 @@ class Archive:
         self._room = _DiskRoom(folder, limit)
         self._room.measure()
         if self.usable < LEAST_ROOM:
-            logger.warning("the archive may use only %s: free some space, or raise --max-disk", in_words(self.usable))
+            remedy = "free some space" + ("" if limit is None else ", or raise --max-disk")
+            logger.warning("the archive may use only %s: %s", in_words(self.usable), remedy)
         self._runs: dict[str, ArchivedRun] = {}
         self._without_room = set[str]()  # ids of runs whose last fetch failed for want of disk space
         self._following = RunFailures("following it", OF_PEERS, ASK_AGAIN)

@@ -120,8 +120,9 @@ class Chronicle:
             self._begin(log.first)  # entries read before were replaced, or earlier ones added
         deadline = time.monotonic() + SLICE_SECONDS
         for entry, state in log.states_after(self._end or log.empty_log):
-            if state.last is not None:
-                self._take(entry, state.last, log)
+            if state.last is None or state.made:
+                continue  # only the entry that closes a cycle names the tokens that count
+            self._take(entry, state.last, log)
             self._end = state
             if time.monotonic() >= deadline:
                 break
@@ -139,6 +140,7 @@ class Chronicle:
 
     def _take(self, entry: Entry, header: Header, log: RunLog) -> None:
         before = log.empty_log if entry.index == 0 else self._end
+        before = before and before.of(entry.fragment)
         record = Record(
             index=entry.index,
             digest=header.digest,

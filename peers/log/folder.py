@@ -246,10 +246,9 @@ class RunLog:
         return self._chain.after(index - 1)
 
     def states_after(self, log: LogState) -> Iterator[tuple[Entry, LogState]]:
-        """Yield the entries of this log that come after the end of `log` (all if `log` is empty), each with the log
-        that ends after it. Raises: LogError when an entry does not follow."""
-        place = log.position.index - self.first if log.last else 0
-        for entry in self._chain.entries[place:]:
+        """Yield the entries of this log that come after `log`, which ends with a whole cycle (all if it is empty), each
+        with the log that ends after it. Raises: LogError when an entry does not follow."""
+        for entry in self._chain.cycles(log.position.index, self.next_index):
             log = entry.after(log)
             yield entry, log
 

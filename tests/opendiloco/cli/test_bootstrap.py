@@ -86,7 +86,7 @@ def test_a_node_without_a_public_address_names_the_option(
     """Regression: a public IPv6 address hid that IPv4 had none; and the option was named after it was given."""
     for is_given in (False, True):
         _show_addresses(tuple(f"/{host}/tcp/1/p2p/a" for host in hosts), is_given)
-        named = "--announce /ip4/PUBLIC-ADDRESS/tcp/PORT" in capsys.readouterr().out
+        named = "--announce /ip4/PUBLIC-ADDRESS/tcp/1\n" in capsys.readouterr().out
         assert named is (is_warned and not is_given)
 
 
@@ -135,6 +135,8 @@ def test_an_archive_that_cannot_be_written_is_found_at_the_start(
     small = CliRunner().invoke(main, [*arguments, str(good), "--max-disk", "0.06"])
     assert f"The archive is in {good} and may use 60 MB\n" in small.output
     assert "the archive may use only 60 MB: free some space, or raise --max-disk" in small.output
+    monkeypatch.setattr("opendiloco.storage.archive.LEAST_ROOM", 1 << 60)
+    assert re.search(r"may use only .*: free some space$", CliRunner().invoke(main, [*arguments, str(good)]).output, re.MULTILINE), "without the option"
     refused = CliRunner().invoke(main, [*arguments, str(bad)])
     assert refused.exit_code == 6
     assert f"the archive's folder {bad} cannot be used: Not a directory." in refused.output

@@ -289,8 +289,6 @@ NETWORK = cast(HivemindTransport, Network())
 def test_a_node_shows_the_runs_that_it_remembers_and_the_logs_that_it_keeps(
     story: Story, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(watching, "UPDATE_SECONDS", 0.0)
-
     class Archived:
         log = story.invented.log
         held_out = story.source.held_out
@@ -306,7 +304,18 @@ def test_a_node_shows_the_runs_that_it_remembers_and_the_logs_that_it_keeps(
     assert isinstance(first.log(), RunLog)
     assert second.log() is None
     assert sources.current(manifests)[0] is first
+    monkeypatch.setattr(watching, "UPDATE_SECONDS", 0.0)
     assert sources.current(manifests[1:]) == [second], "a run that was forgotten"
+
+
+def test_a_run_whose_log_was_opened_is_read_at_once(story: Story) -> None:
+    """Not half a minute later."""
+    watch = RunWatch(replace(story.source, log=lambda: None))
+    asyncio.run(watch.update())
+    watch.take(watch.source)
+    assert not watch.is_due(watch.updated_at)
+    watch.take(story.source)
+    assert watch.is_due(0.0)
 
 
 def test_a_run_that_cannot_be_shown_keeps_no_other_from_it(

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+from opendiloco.view import chronicle as chronicle_module
 from opendiloco.view.chronicle import Chronicle, PeerTotals, Standing
+from tests.peers.log.test_log_of_cycles import HEADERS, LOGS, fill, opened
 
 
 @pytest.fixture
@@ -30,3 +34,16 @@ def test_contributions_are_ranked(chronicle: Chronicle, peer: str, standing: Sta
 
 def test_where_there_is_no_entry_nobody_has_contributed() -> None:
     assert Chronicle().standing("a") is None
+
+
+def test_an_archived_streaming_run_counts_each_cycle_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also when it is read in slices."""
+    monkeypatch.setattr(chronicle_module, "SLICE_SECONDS", 0.0)
+    fill(opened(tmp_path))
+    log, found = opened(tmp_path), Chronicle()
+    for _ in LOGS:
+        found.read(log)
+    closing = [header for header in HEADERS if header.leases]
+    assert [record.digest for record in found.records] == [header.digest for header in closing]
+    assert found.tokens == found.records[-1].lineage_tokens == LOGS[-1].lineage_tokens
+    assert found.contributions == {name: PeerTotals(400, entries=4, last=3) for name in "abc"}
