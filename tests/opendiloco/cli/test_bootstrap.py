@@ -136,7 +136,8 @@ def test_an_archive_that_cannot_be_written_is_found_at_the_start(
     assert f"The archive is in {good} and may use 60 MB\n" in small.output
     assert "the archive may use only 60 MB: free some space, or raise --max-disk" in small.output
     monkeypatch.setattr("opendiloco.storage.archive.LEAST_ROOM", 1 << 60)
-    assert re.search(r"may use only .*: free some space$", CliRunner().invoke(main, [*arguments, str(good)]).output, re.MULTILINE), "without the option"
+    full = CliRunner().invoke(main, [*arguments, str(good)])
+    assert re.search(r"may use only .*: free some space$", full.output, re.MULTILINE), "without the option"
     refused = CliRunner().invoke(main, [*arguments, str(bad)])
     assert refused.exit_code == 6
     assert f"the archive's folder {bad} cannot be used: Not a directory." in refused.output
