@@ -7,6 +7,7 @@ a peer's fault, and the other errors come from outside (a wrong file, an unreach
 from __future__ import annotations
 
 import errno
+import socket
 
 
 class DilocoPeerError(Exception):
@@ -66,6 +67,13 @@ class InUseError(LocalNetworkError):
     """A port or identity file that another program on this machine uses, so that a person must choose another one."""
 
     exit_code = 15
+
+
+LISTEN_ERRORS: dict[int | None, type[DilocoPeerError]] = {
+    errno.EADDRINUSE: InUseError,
+    socket.EAI_NONAME: OwnAddressError,  # a mistyped host
+}
+"""The errors of listening at an address that a person must change, by errno. All others are `LocalNetworkError`s."""
 
 
 class AdmissionError(DilocoPeerError):

@@ -6,7 +6,6 @@ docs/metrics.md has all names, and a test compares.
 
 from __future__ import annotations
 
-import errno
 import io
 import json
 import logging
@@ -18,7 +17,7 @@ from functools import partial
 from http import HTTPStatus
 from threading import Thread
 from typing import TYPE_CHECKING, Any, TextIO
-from wsgiref.simple_server import WSGIRequestHandler, make_server
+from wsgiref.simple_server import ServerHandler, WSGIRequestHandler, make_server
 
 from prometheus_client import (
     GC_COLLECTOR,
@@ -34,7 +33,7 @@ from prometheus_client import (
 )
 from prometheus_client.exposition import ThreadingWSGIServer
 
-from peers.errors import InUseError, LocalNetworkError
+from peers.errors import LISTEN_ERRORS, LocalNetworkError
 from peers.values.system import now
 from peers.values.wire import PROTOCOL_VERSION
 
@@ -152,16 +151,15 @@ class MetricsServer:
     """A server for GET /metrics and /healthz, in its own thread, so that it can report that everything else hangs."""
 
     def __init__(self, port: int, host: str = "127.0.0.1", registry: CollectorRegistry = REGISTRY) -> None:
-        """Start serving the metrics of `registry`, by default for this machine only. Raises: LocalNetworkError if the
-        port is in use."""
+        """Start serving the metrics of `registry`, by default for this machine only. Raises: InUseError if the port is
+        in use; OwnAddressError if the host does not exist; LocalNetworkError for other causes."""
         # Do not list the time at which each counter began, which doubles the lines.
         disable_created_metrics()  # type: ignore[no-untyped-call]
         try:
             answer = partial(_answer, make_wsgi_app(registry))
             self._server = make_server(host, port, answer, _Server, _SilentHandler)
         except OSError as error:
-            kind = InUseError if error.errno == errno.EADDRINUSE else LocalNetworkError
-            raise kind(
+            raise LISTEN_ERRORS.get(error.errno, LocalNetworkError)(
                 f"metrics cannot be served on {host}, port {port}: {error.strerror}.",
                 "Choose another --metrics-port, and an address of this machine as --metrics-host.",
             ) from error
@@ -203,8 +201,12 @@ class _Server(ThreadingWSGIServer):
         logger.debug("a request for metrics of %s failed", client_address, exc_info=True)
 
 
+ServerHandler.server_software = ""  # strangers need not know the version of Python: send no header `Server`
+
+
 class _SilentHandler(WSGIRequestHandler):
     timeout = REQUEST_SECONDS
+    server_version = sys_version = ""  # in answers to malformed requests
 
     def setup(self) -> None:
         super().setup()

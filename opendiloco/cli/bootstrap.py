@@ -179,7 +179,7 @@ def bootstrap(
         place = (listen or everywhere(LIBP2P_PORT), announce, others, runs)
         await run_bootstrap(key, *place, on_ready, stop, Run.from_manifest, beside, links, shown)
 
-    with hold_identity(identity) as key:
+    with hold_identity(identity, is_node=True) as key:
         run_interruptible(main)
 
 

@@ -9,6 +9,7 @@ import shlex
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -309,6 +310,9 @@ def _install(system: bool, prints: bool, arguments: tuple[str, ...]) -> None:
                 raise refusal
             click.echo(f"warning: {refusal}", err=True)
             break
+    if not (system or find_spec("torch")):
+        remedy = "Install diloco-peer again, without --no-deps."
+        click.echo(f"warning: `join` needs the Python package torch, which is not installed here. {remedy}", err=True)
     name = "diloco-bootstrap" if system else "diloco-volunteer"
     folder = Path("/etc/systemd/system") if system else default_settings_path().parents[1] / "systemd" / "user"
     own = f"DynamicUser=yes\nStateDirectory={name}\nWorkingDirectory=%S/{name}\nEnvironment=HOME=%S/{name}"

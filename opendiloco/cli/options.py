@@ -269,7 +269,7 @@ def own_words(data: Sequence[Path], own: OwnFiles) -> list[str]:
 
 
 def open_dashboard(address: str | None) -> socket.socket | None:
-    """Return a socket that listens at `address` (HOST:PORT); None if that is None. Raises: LocalNetworkError."""
+    """Return a socket that listens at `address` (HOST:PORT); None if that is None. Raises: as `bind`."""
     if address is None:
         return None
     from opendiloco.dashboard.server import bind

@@ -8,7 +8,6 @@ on connections, on the time of a request and on the time of a write keep one cli
 from __future__ import annotations
 
 import asyncio
-import errno
 import logging
 import socket
 from collections import Counter
@@ -21,7 +20,7 @@ from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
 from opendiloco.dashboard.watching import Board, NodeSources, RunWatch, RunWatches, Source
-from peers.errors import InUseError, LocalNetworkError
+from peers.errors import LISTEN_ERRORS, LocalNetworkError
 from peers.network.contacts import is_loopback
 from peers.network.own_network import network_of
 from peers.values.system import cancel_and_wait, start_task
@@ -144,14 +143,13 @@ requests_logger.addFilter(_is_our_fault)
 
 def bind(address: tuple[str, int]) -> socket.socket:
     """Return a socket that listens at this host and port; port 0 takes any free port. Raises: InUseError if the port is
-    in use; LocalNetworkError if the address cannot be bound."""
+    in use; OwnAddressError if the host does not exist; LocalNetworkError if the address cannot be bound."""
     host, port = address
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         listening = socket.create_server((host, port), family=family)
     except OSError as error:
-        kind = InUseError if error.errno == errno.EADDRINUSE else LocalNetworkError
-        raise kind(
+        raise LISTEN_ERRORS.get(error.errno, LocalNetworkError)(
             f"the dashboard cannot be served at {host} port {port}: {error.strerror or error}.",
             "Choose another --dashboard HOST:PORT.",
         ) from error

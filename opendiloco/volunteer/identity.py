@@ -67,9 +67,9 @@ def load_identity(path: Path | None) -> Identity:
 
 
 @contextmanager
-def hold_identity(path: Path | None) -> Iterator[Identity]:
-    """Yield the identity whose key is in the file `path`, for a peer, and lock the file during the `with` block. If the
-    file is missing, create it with a new key.
+def hold_identity(path: Path | None, is_node: bool = False) -> Iterator[Identity]:
+    """Yield the identity whose key is in the file `path`, for a peer or a bootstrap node, and lock the
+    file during the `with` block. If the file is missing, create it with a new key.
 
     Raises: InUseError when another process holds the lock; IdentityFileError when the file cannot be read or made.
     """
@@ -82,7 +82,8 @@ def hold_identity(path: Path | None) -> Iterator[Identity]:
             raise InUseError(
                 f"the identity {path} is in use by {_user_of(path)} on this machine.",
                 "Wait until that ends, or end it. A key of its own (--identity other.pem, made if it does not exist) "
-                "makes this another peer, which a run by invitation admits only with its own ticket.",
+                "makes this another "
+                + ("node." if is_node else "peer, which a run by invitation admits only with its own ticket."),
             ) from error
         yield identity
 

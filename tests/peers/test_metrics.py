@@ -21,7 +21,7 @@ from prometheus_client import REGISTRY, CollectorRegistry, Counter, generate_lat
 import opendiloco.storage.checkpointer
 import opendiloco.workers.telemetry  # noqa: F401  (both count)
 from peers import metrics
-from peers.errors import LocalNetworkError
+from peers.errors import LocalNetworkError, OwnAddressError
 from peers.metrics import DROPPED, NODE_METRICS, Health, MetricsServer
 
 UNUSUAL = "diloco_peer_held_out_bits_per_byte use base unit"
@@ -61,6 +61,21 @@ def test_what_a_process_does_not_know_has_no_value() -> None:
     ours = dict(line.rsplit(" ", 1) for line in page.splitlines() if line.startswith("diloco_peer_"))
     for name in ("loss", "held_out_loss", "training_loss", "outer_step", "live_peers", "known_runs"):
         assert ours[f"diloco_peer_{name}"] == "NaN"
+
+
+def test_a_host_that_does_not_exist_is_a_mistake_of_the_options() -> None:
+    """Regression: it ended with 5, after which systemd tries again for ever."""
+    with pytest.raises(OwnAddressError, match="served on no host, port 0: Name or service not known"):
+        MetricsServer(0, "no host")
+
+
+@pytest.mark.parametrize("request_line", [b"GET /healthz HTTP/1.1", b"GET / / HTTP/1.1"])
+def test_strangers_do_not_learn_the_version_of_python(server: MetricsServer, request_line: bytes) -> None:
+    with socket.create_connection(server.address, timeout=30) as connection:
+        connection.sendall(request_line + b"\r\n\r\n")
+        answer = b"".join(iter(lambda: connection.recv(4096), b""))
+    assert answer.startswith(b"HTTP/1.")
+    assert b"Python" not in answer
 
 
 def test_counts_are_served_to_this_machine_and_a_port_in_use_is_a_clear_error(server: MetricsServer) -> None:

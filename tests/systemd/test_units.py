@@ -181,6 +181,13 @@ def test_the_unit_that_is_written_is_accepted_and_restarts_as_ours_do(
         assert (checked.returncode, checked.stderr) == (0, "")
 
 
+def test_a_volunteers_unit_without_torch_is_written_with_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "find_spec", lambda name: None)
+    done = CliRunner().invoke(main, ["service", "install", "--print", INVITE])
+    assert done.exit_code == 0
+    assert "needs the Python package torch, which is not installed here" in done.stderr
+
+
 @pytest.mark.parametrize(("typed", "code"), [(["--ticekt", "x"], 2), ([], 2), (["diloco:tiny"], 3)])
 def test_no_unit_is_written_for_what_cannot_be_typed(
     typed: list[str], code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -33,7 +33,7 @@ from opendiloco.dashboard.watching import (
 )
 from opendiloco.settings.join_settings import split_address
 from opendiloco.storage.run_folder import HeldOutCurve
-from peers.errors import LocalNetworkError, SwarmUnreachableError
+from peers.errors import LocalNetworkError, OwnAddressError, SwarmUnreachableError
 from peers.log.folder import RunLog
 from peers.network.transport import HivemindTransport
 from peers.presence.heartbeat import Heartbeat, HeldOutLoss
@@ -392,6 +392,8 @@ def test_it_listens_where_it_was_told_and_says_so(caplog: pytest.LogCaptureFixtu
         assert not caplog.records
         with pytest.raises(LocalNetworkError, match=f"127.0.0.1 port {port}"):
             bind(("127.0.0.1", port))
+    with pytest.raises(OwnAddressError, match="no host port 0: Name or service not known"):
+        bind(("no host", 0))
     with bind(("0.0.0.0", 0)):
         assert "has no password" in caplog.text
 

@@ -46,6 +46,8 @@ def test_the_other_command_that_uses_the_key_is_named(tmp_path: Path) -> None:
         named = rf"in use by `diloco-peer follow` \(process {other.pid}\).* Wait until that ends, or end it.* ticket"
         with pytest.raises(InUseError, match=named), hold_identity(path):
             pass
+        with pytest.raises(InUseError, match=r"makes this another node\.$"), hold_identity(path, is_node=True):
+            pass
         other.communicate(b"\n")
 
 
