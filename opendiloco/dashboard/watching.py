@@ -488,9 +488,11 @@ class RunWatch:
         return now - self.updated_at >= (WATCHED_SECONDS if self.board.watchers else UNWATCHED_SECONDS)
 
     def take(self, source: Source) -> None:
-        """Use `source` from now on. A new one has a log that the one before did not have: update the run at once."""
+        """Use `source` from now on. A new one has a log and held-out losses that the one before did not have: update
+        the run at once."""
         if source is not self.source:
             self.source, self.updated_at = source, float("-inf")
+            self.history.recall(source.held_out.losses)
 
     async def update(self) -> None:
         """Update the history and the page, unless another task has just done so. A part that cannot be read now keeps
@@ -498,12 +500,14 @@ class RunWatch:
         async with self._updating:
             if time.monotonic() - self.updated_at < WATCHED_SECONDS:
                 return
+            source = self.source
             try:
                 await self._read_source()
                 self._publish()
             except Exception:  # an internal error over one run must not stop the others
                 logger.exception("the dashboard cannot update run %s and will try again", self.source.run.run_id)
-            self.updated_at = time.monotonic()
+            if source is self.source:
+                self.updated_at = time.monotonic()
 
     async def _read_source(self) -> None:
         try:

@@ -430,10 +430,10 @@ def warn_if_in_vain(run_id: str, trained: int, counted: int) -> None:
 
 
 def warn_if_only_copy(others: Sequence[Heartbeat], outer_step: int) -> None:
-    """Log a warning if a loop leaves and no other machine has its newest outer step."""
+    """Log a warning if a loop leaves and none of the live peers `others` has its newest outer step."""
     if outer_step and not holders(others, outer_step):
         logger.warning(
-            "this loop has left, and no other machine in the run has outer step %d now: peers that join later begin"
+            "this loop has left, and hears no other machine that has outer step %d: peers that join later may begin"
             " before it. A bootstrap node with --archive keeps each outer step; with rounds.minimum_peers in run.toml,"
             " peers wait for each other.",
             outer_step,

@@ -206,7 +206,7 @@ def _data(config: RunConfig, facts: RunFacts) -> str:
 {table}
 
 Windows of {training.sequence_length} tokens{apart}. Tokenizer: {tokenizer}. Each document was held out
-with probability {data.held_out:g} (`data.held_out`), or of a long one the end, and never trained on.
+with probability {data.held_out:g} (`data.held_out`), or of a long one the end. Held-out text was not trained on.
 
 """
 

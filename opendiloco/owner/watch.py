@@ -177,8 +177,8 @@ class OwnersWatch:
         elif request.do == "resume":
             was_away = bool(self.reasons) and (self._volunteer is None or self.comes_back)
             says = self._requests.resume(request.anyway)
-            if was_away and not self.reasons:
-                says = "joining again"
+            if was_away and not self.reasons and not self._requests.is_finishing:
+                says = "joining the run"
         elif request.do == "finish":
             self._requests.is_finishing, says = True, "leaving after this outer step"
         self._act(_awake())

@@ -80,7 +80,8 @@ class Work:
     formats: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        if not all(isinstance(samples, SampleRange) for samples in self.samples):
+        is_sequence = isinstance(self.samples, (tuple, list))
+        if not (is_sequence and all(isinstance(samples, SampleRange) for samples in self.samples)):
             raise ArgumentError(
                 f"the samples of Work({self.replica!r}, …) are {self.samples!r}.",
                 "Give a tuple of SampleRanges, such as a lease of SamplePool.deal.",
@@ -466,7 +467,8 @@ def _made_by(outer_optimizer: OuterOptimizer, tensors: list[torch.nn.Parameter])
         optimizer: Any = outer_optimizer(tensors)
     except ValueError as error:
         raise ArgumentError(
-            f"outer_optimizer: {first_line(error)}", "Use an optimizer and settings that suit all tensors of the model."
+            f"outer_optimizer: {first_line(error)}",
+            "Correct the function, or use an optimizer that suits all tensors of the model.",
         ) from error
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ArgumentError(

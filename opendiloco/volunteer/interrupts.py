@@ -65,7 +65,7 @@ class RememberedInterrupt:
 
     The end of the context restores the former signal handlers. A program's own handler runs first. Only if it raises
     KeyboardInterrupt is an interrupt remembered. The context changes nothing in a thread other than the main one, for a
-    signal that is ignored, or if Ctrl-C ends the process. SIGTERM ends a forked child as before.
+    signal that is ignored, or for SIGINT if that ends the process. SIGTERM ends a forked child as before.
     """
 
     def __init__(self) -> None:

@@ -72,7 +72,7 @@ def test_pause_resume_and_finish(site: Site, invite: str) -> None:
         assert not volunteer.said("left the run"), "a paused volunteer says that it has left"
 
         # and its end
-        assert tell(site, "resume") == "joining again"
+        assert tell(site, "resume") == "joining the run"
         volunteer.line("this machine goes on after outer step", "it does not come back from its disk")
         eventually(lambda: len(volunteer.said("joining as")) == 2, "it does not join again")
         assert tell(site, "finish") == "leaving after this outer step"

@@ -302,7 +302,7 @@ def test_a_loop_that_has_the_only_copy_is_told_so(
 ) -> None:
     """Regression: of two loops, one took all outer steps alone and left; the run went on from its first, in silence."""
     swarm_module.warn_if_only_copy([beat("other", LOG, state, index=index)], 8)
-    assert ("no other machine in the run has outer step 8 now" in caplog.text) == is_told
+    assert ("hears no other machine that has outer step 8" in caplog.text) == is_told
 
 
 def test_a_loop_in_a_run_that_is_over_is_warned_that_it_trains_nothing(

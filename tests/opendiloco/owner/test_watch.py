@@ -159,7 +159,7 @@ def test_a_pause_that_is_known_to_be_long_leaves_at_once_unless_it_is_overruled(
     assert machine.volunteer.has_left
     assert machine.watch.comes_back
     machine.watch.end()
-    assert machine.ask("resume", anyway=True) == "joining again"
+    assert machine.ask("resume", anyway=True) == "joining the run"
     machine.volunteer = Volunteer()
     machine.watch._is_leaving = False  # as another stay begins
     machine.watch.begin(machine.volunteer, GRACE)
@@ -182,10 +182,10 @@ def test_after_a_long_pause_another_stay_begins_as_the_first_one_did() -> None:
     assert machine.watch.answer(OwnerRequest(do="look")).reasons == ("you asked for it",), (
         "it forgets that it is paused"
     )
-    assert machine.ask("resume") == "joining again", "it still leaves"
+    assert machine.ask("resume") == "joining the run", "it still leaves"
     machine.ask("pause")
     machine.watch.end()
-    assert machine.ask("resume") == "joining again"
+    assert machine.ask("resume") == "joining the run"
     assert asyncio.run(machine.watch.wait_until_wanted())
     machine.volunteer = Volunteer()
     machine.watch.begin(machine.volunteer, GRACE)
