@@ -96,7 +96,7 @@ def test_an_optimizer_that_diverges_is_named(small_content: dict[str, Any]) -> N
         (torch.optim.LBFGS, r": LBFGS\.step needs a closure"),
         (
             partial(torch.optim.SGD, lr=-1.0),
-            r": Invalid learning rate: -1\.0\. Use an optimizer and settings that suit all",
+            r": Invalid learning rate: -1\.0\. Correct the function, or use an optimizer that",
         ),
     ],
 )
