@@ -409,7 +409,7 @@ def test_one_source_has_a_short_form(small_content: dict[str, Any]) -> None:
     short, long = (DataSection.model_validate(data) for data in (table, {"sources": [table]}))
     assert short.all_sources == long.all_sources
     assert short.shares == long.shares == (1,)
-    assert [section.source for section in DataSection().all_sources] == ["./texts"]
+    assert [section.source for section in DataSection().all_sources] == ["stdlib"]
     for data in ({}, table, {"sources": [table, {"source": "stdlib", "weight": 3}]}):
         config = RunConfig.from_manifest_content(small_content | {"data": data})
         assert RunConfig.from_manifest_content(json.loads(json.dumps(config.to_manifest_content()))) == config
