@@ -95,7 +95,7 @@ def test_guests_and_others(party: Party) -> None:
     [log] = site.folder.glob(f"state/diloco-peer/*/{friend.peer_id}/log")
     verified = site.run("log", "verify", "--folder", str(log))
     assert verified.code == 0, verified.err
-    # Its farewell counts it out, but not of an entry on which it may have voted (R11): a minority may have made that one.
+    # Its farewell counts it out, but not of an entry that it may have voted on (R11): a minority may have made that.
     alone = re.findall(r"entries that a minority made: (.*)", verified.out)
     assert alone == [] or re.fullmatch(r"entry \d+", alone[0]), alone
     with party.join("friend.pem") as again_there:
