@@ -22,7 +22,7 @@ from opendiloco.cli.options import (
     spelled_out,
     typed_option,
 )
-from opendiloco.settings.join_settings import OTHER_VARIABLES, VARIABLE_PREFIX, LogSettings, settings_of
+from opendiloco.settings.join_settings import LogSettings, settings_of, unread_variables
 from peers.errors import ManifestError
 
 if TYPE_CHECKING:
@@ -138,9 +138,8 @@ def bootstrap(
     from peers.network.own_network import everywhere
 
     # The volunteer image sets the port of its volunteer's metrics, also where it runs this command.
-    known = {one.variable for one in (*settings_of(LogSettings), JOIN["local_network"], JOIN["metrics_port"])}
-    known |= OTHER_VARIABLES
-    if unread := sorted(name for name in os.environ if name.startswith(VARIABLE_PREFIX) and name not in known):
+    read = (*settings_of(LogSettings), JOIN["local_network"], JOIN["metrics_port"])
+    if unread := unread_variables(os.environ, read):
         logger.warning("a bootstrap node does not read %s: give options instead", ", ".join(unread))
     links = LinkSettings(data_port, None if no_relay else relay_limit)
     if max_disk is not None and archive is None:

@@ -297,11 +297,8 @@ def _picture(view: RunView, signed: SignedHeads, here: Mapping[str, VolunteerSta
         own += [f"on this machine …{peer[-8:]}: {paused.get(peer, one.phase)}", *one.month]
     if not view.peers:
         return Group(run.run_id, "no live peers: this run is not training now", *signed_lines(signed), *own)
-    rows = {beat.peer: row_of(beat, run.config) for beat in view.peers}
-    for peer in paused.keys() & rows:  # a heartbeat does not say that its peer is paused
-        _, step, _, *rest = rows[peer].cells
-        rows[peer] = replace(rows[peer], cells=("paused", step, "0", *rest), style="dim")
-    table = peers_table(rows.values(), run.run_id)
+    rows = [row_of(beat, run.config, is_paused=beat.peer in paused) for beat in view.peers]
+    table = peers_table(rows, run.run_id)
     lines = *held_out_lines(view), *reach_lines(view.peers), *view.amended.lines(), *signed_lines(signed)
     return Group(table, *map(Text, [*lines, str(view.agreement), *own]))  # as Text, in which rich reads no markup
 

@@ -124,13 +124,13 @@ def downloading(name: str, kind: Literal["model", "dataset"], wanted: Sequence[s
 
     # `datasets` downloads through huggingface_hub, so the files of both kinds are in its cache.
     folder = Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=name, repo_type=kind) / "blobs"
-    before = folder_bytes(folder) if kind == "dataset" else 0  # perhaps of other parts of the data set
     total = _bytes_of(name, kind, wanted) if wanted else None
     stage = f"downloading {name}, as far as it is not here" + (f" ({in_words(total)})" if total else "")
     at_stage(stage)
     if not total:
         yield
         return
+    before = folder_bytes(folder) if kind == "dataset" else 0  # perhaps of other parts of the data set
     ended = threading.Event()
 
     def watch() -> None:

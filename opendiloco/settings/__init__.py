@@ -2,6 +2,6 @@
 in the configuration file.
 
 Other rooms import:
-join_settings: JoinSettings, LogSettings, OTHER_VARIABLES, SECTIONS, Setting, VARIABLE_PREFIX, default_settings_path,
-    model_of, read_settings_file, settings_of, split_address, unknown_variables, without_settings
+join_settings: JoinSettings, LogSettings, SECTIONS, Setting, default_settings_path, model_of, read_settings_file,
+    settings_of, split_address, unknown_variables, unread_variables, without_settings
 """

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import tomllib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from datetime import datetime
 from difflib import get_close_matches
@@ -578,15 +578,20 @@ def default_settings_path() -> Path:
     return (Path(base) if base else Path.home() / ".config") / "diloco-peer" / "config.toml"
 
 
+def unread_variables(environment: Mapping[str, str], settings: Iterable[Setting]) -> list[str]:
+    """Return the names of the variables that begin with DILOCO_ and belong to none of the `settings`, in order."""
+    known = {setting.variable for setting in settings} | OTHER_VARIABLES
+    return sorted(name for name in environment if name.startswith(VARIABLE_PREFIX) and name not in known)
+
+
 def unknown_variables(environment: Mapping[str, str]) -> list[str]:
     """Return a warning for each variable that begins with DILOCO_ and belongs to no setting."""
-    known = {setting.variable for setting in settings_of(FileSettings)} | OTHER_VARIABLES
-    lines = []
-    for name in sorted(environment):
-        if name.startswith(VARIABLE_PREFIX) and name not in known:
-            alike = get_close_matches(name, known, n=1)
-            hint = f"; did you mean {alike[0]}?" if alike else "."
-            lines.append(f"the environment variable {name} has no effect: no setting has this name{hint}")
+    settings = list(settings_of(FileSettings))
+    known, lines = {setting.variable for setting in settings} | OTHER_VARIABLES, []
+    for name in unread_variables(environment, settings):
+        alike = get_close_matches(name, known, n=1)
+        hint = f"; did you mean {alike[0]}?" if alike else "."
+        lines.append(f"the environment variable {name} has no effect: no setting has this name{hint}")
     return lines
 
 

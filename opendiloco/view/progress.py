@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
@@ -596,9 +596,7 @@ def _volunteer_picture(progress: ProgressReport, height: int) -> Group:
         lines += _explanations(progress)
         legend.append(Text(LEGEND, style="dim"))
     room = max(LEAST_ROWS, height - len(lines) - LINES_BESIDE)
-    first = row_of(own, run.config, THIS_MACHINE)
-    if progress.pause_reasons:
-        first = replace(first, cells=("paused", *first.cells[1:]))
+    first = row_of(own, run.config, THIS_MACHINE, bool(progress.pause_reasons))
     rows = [first, *(row_of(beat, run.config) for beat in progress.others)]
     more = [f"… and {len(rows) - room} more"] if len(rows) > room else []
     return Group(peers_table(rows[:room], run.run_id), *legend, *map(Text, [*more, *lines]))

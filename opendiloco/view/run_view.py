@@ -266,12 +266,13 @@ def _short_name(peer: str) -> str:
     return f"…{peer[-8:]}"
 
 
-def row_of(beat: Heartbeat, config: RunConfig, name: str | None = None) -> PeerRow:
-    """Return a peer's row in the table of peers. `name` replaces the peer's nickname."""
+def row_of(beat: Heartbeat, config: RunConfig, name: str | None = None, is_paused: bool = False) -> PeerRow:
+    """Return a peer's row in the table of peers. `name` replaces the peer's nickname. A heartbeat does not say whether
+    its peer `is_paused`."""
     cells = (
-        _shown_state(beat, config),
+        "paused" if is_paused else _shown_state(beat, config),
         f"{beat.inner_step}/{config.training.inner_steps}",
-        f"{beat.tokens_per_second:,.0f}",
+        f"{0.0 if is_paused else beat.tokens_per_second:,.0f}",
         "-" if beat.loss is None else f"{beat.loss:.3f}",
         f"{beat.index}/{outer_steps_in_force(config, beat.amendment)}",
         beat.head.hex()[:8],

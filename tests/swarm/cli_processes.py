@@ -275,7 +275,12 @@ def create_run(site: Site, run: Path, address: str, prefix: tuple[str, ...] = ()
 
 def announce_run(run: Path, address: str) -> str:
     """The invite to a new run, for tests of other commands: `run create` takes seconds to check the model."""
-    return announce(Run.sign(RunConfig.from_toml(run), Identity.generate()).manifest, address)
+    return announce(sign_run(run, Identity.generate()), address)
+
+
+def sign_run(run: Path, organiser: Identity) -> SignedManifest:
+    """The manifest of a run.toml."""
+    return Run.sign(RunConfig.from_toml(run), organiser).manifest
 
 
 def announce(manifest: SignedManifest, address: str) -> str:

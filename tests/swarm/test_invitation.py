@@ -11,12 +11,10 @@ from typing import NamedTuple
 
 import pytest
 
-from opendiloco.config.run_config import RunConfig
-from opendiloco.run import Run
 from peers.values.identity import Identity
 from peers.values.manifest import SignedManifest
 from tests.opendiloco.conftest import write_corpus
-from tests.swarm.cli_processes import LOOPBACK, Command, Site, announce, bootstrap, eventually, leave
+from tests.swarm.cli_processes import LOOPBACK, Command, Site, announce, bootstrap, eventually, leave, sign_run
 
 pytestmark = pytest.mark.swarm
 
@@ -49,7 +47,7 @@ def party(tmp_path: Path) -> Iterator[Party]:
     run.write_text(run.read_text() + '\n[admission]\nmode = "invite"\n')
     organiser = Identity.generate()
     organiser.save(site.folder / "organiser.pem")
-    manifest = Run.sign(RunConfig.from_toml(run), organiser).manifest
+    manifest = sign_run(run, organiser)
     (site.folder / "run.manifest").write_bytes(manifest.pack())
     with bootstrap(site) as address:
         yield Party(site, address, announce(manifest, address), "run.manifest")

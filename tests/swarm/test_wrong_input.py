@@ -12,11 +12,9 @@ from pathlib import Path
 import pytest
 
 from opendiloco.cli.group import EXIT_CODES
-from opendiloco.config.run_config import RunConfig
-from opendiloco.run import Run
 from peers.values.identity import Identity
 from tests.opendiloco.conftest import write_corpus
-from tests.swarm.cli_processes import LOOPBACK, ROOT, Site, announce, announce_run, bootstrap
+from tests.swarm.cli_processes import LOOPBACK, ROOT, Site, announce, announce_run, bootstrap, sign_run
 
 pytestmark = pytest.mark.swarm
 
@@ -52,7 +50,7 @@ class Place:
 def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
     site = Site(tmp_path_factory.mktemp("site"))
     corpus = write_corpus(site.folder / "corpus")
-    manifest = Run.sign(RunConfig.from_toml(site.write_run(str(corpus))), Identity.generate()).manifest
+    manifest = sign_run(site.write_run(str(corpus)), Identity.generate())
     (site.folder / f"{manifest.run_id}.manifest").write_bytes(manifest.pack())
     with bootstrap(site) as address:
         yield Place(site, address, announce(manifest, address))
