@@ -67,8 +67,9 @@ def paused(grace: float = GRACE) -> Machine:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Commands come at the same time as the last look."""
+    """Commands come at the same time as the last look, and the machine does not sleep meanwhile."""
     monkeypatch.setattr("opendiloco.owner.watch._awake", lambda: 1000.0)
+    monkeypatch.setattr("opendiloco.owner.watch._since_start", lambda: 1000.0)
 
 
 def test_a_condition_holds_the_training_from_the_second_look_on_and_until_it_has_been_gone_for_a_while() -> None:
