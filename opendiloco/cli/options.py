@@ -112,6 +112,8 @@ class RunCommand(RunOptionCommand):
         if len(rest) == 1:
             if given.get("run"):
                 raise click.UsageError("the run is named twice: leave out --run.", ctx)
+            if not rest[0]:
+                raise click.UsageError("INVITE is empty: give the invite; if you gave a variable, it is empty.", ctx)
             args.remove(rest[0])
             args = ["--run", rest[0], *args]
         return args
