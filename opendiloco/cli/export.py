@@ -62,7 +62,7 @@ class _Place:
         """Fetch or load the model's state. Yield the run, the run's history, and a `LocalWorkload` that has the state.
         Raises: DilocoPeerError."""
         from opendiloco.storage.run_folder import kept_folder
-        from opendiloco.volunteer.states import command_line, find_origin, newest_state, state_of
+        from opendiloco.volunteer.states import find_origin, newest_state, state_of
 
         if self.source is not None:
             origin = find_origin(self.source, self.at, self.manifest, self.own)
@@ -74,12 +74,23 @@ class _Place:
                     yield found
             except SwarmUnreachableError as error:
                 if (kept := kept_folder(self.invite.run_id)) is not None:
-                    context = click.get_current_context()
-                    ending = [context.params["prompt"]] if context.info_name == "sample" else ["--out", "model"]
-                    options = own_words(self.data or (), self.own)
-                    line = command_line(str(context.info_name), "--from", str(kept), options, ending)
-                    error.remedy += f" This machine has a checkpoint of the run: {line}"
+                    error.remedy += f" This machine has a checkpoint of the run: {_typed_line(kept)}"
                 raise
+
+
+def _typed_line(kept: Path) -> str:
+    """Return the command line that the user has typed, with the folder `kept` of a checkpoint instead of the run."""
+    from opendiloco.storage.remote import without_secrets
+    from opendiloco.volunteer.states import command_line
+
+    context, words = click.get_current_context(), ["--from", str(kept)]
+    for each in context.command.params:
+        if is_typed(context, str(each.name)) and each.name not in ("run", "initial_peers"):
+            value = context.params[str(each.name)]
+            for one in value if isinstance(value, tuple) else (value,):
+                is_option = isinstance(each, click.Option)
+                words += [each.opts[0], without_secrets(str(one))] if is_option else [str(one)]
+    return command_line(str(context.info_name), words)
 
 
 def _place_of(

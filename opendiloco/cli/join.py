@@ -17,6 +17,7 @@ import click
 
 from opendiloco.cli.logs import PLACE, LogOptions
 from opendiloco.cli.options import (
+    RunOptionCommand,
     SettingsCommand,
     all_of,
     is_typed,
@@ -264,7 +265,7 @@ def _command(do: Literal["pause", "resume", "finish"], anyway: bool = False, **w
         click.echo(f"{_name(path)}: {answer.says}")
 
 
-@click.command(short_help="Pause this machine's volunteer.")
+@click.command(cls=RunOptionCommand, short_help="Pause this machine's volunteer.")
 @_volunteer_options
 def pause(**which: Any) -> None:
     """Pause the volunteer on this machine until `resume`.
@@ -275,7 +276,7 @@ def pause(**which: Any) -> None:
     _command("pause", **which)
 
 
-@click.command(short_help="Resume this machine's volunteer.")
+@click.command(cls=RunOptionCommand, short_help="Resume this machine's volunteer.")
 @click.option(
     "--anyway",
     is_flag=True,
@@ -287,7 +288,7 @@ def resume(**which: Any) -> None:
     _command("resume", **which)
 
 
-@click.command(short_help="Stop this machine's volunteer after the current outer step.")
+@click.command(cls=RunOptionCommand, short_help="Stop this machine's volunteer after the current outer step.")
 @_volunteer_options
 def finish(**which: Any) -> None:
     """Let the volunteer on this machine complete the current outer step, and then leave the run."""

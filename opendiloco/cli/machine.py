@@ -21,6 +21,7 @@ from opendiloco.cli.options import (
     FILE,
     FOLDER,
     PATH_KEY,
+    RunOptionCommand,
     SettingsCommand,
     join_option,
     join_settings,
@@ -162,7 +163,7 @@ def config_group() -> None:
     """Show the settings of this machine."""
 
 
-@config_group.command("show", short_help="Print each setting and its source.")
+@config_group.command("show", cls=RunOptionCommand, short_help="Print each setting and its source.")
 @join_settings(needs_run=False)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON: each setting's `value` and `from`.")
 @click.pass_context

@@ -112,6 +112,8 @@ class RunCommand(RunOptionCommand):
         if len(rest) == 1:
             if given.get("run"):
                 raise click.UsageError("the run is named twice: leave out --run.", ctx)
+            if not rest[0]:
+                raise click.UsageError("INVITE is empty: give the invite; if you gave a variable, it is empty.", ctx)
             args.remove(rest[0])
             args = ["--run", rest[0], *args]
         return args
@@ -340,7 +342,7 @@ def parse_run(run: str, initial_peers: tuple[str, ...], state: Path | None = Non
         here = volunteers(state or default_state_folder(), invite.run_id).values()
         addresses = remembered_addresses(invite.run_id, state) or next((one.initial_peers for one in here), ())
         addresses = addresses or _nearby(invite.run_id)
-    return Invite(invite.run_id, known_addresses(addresses, "a run id alone contains no address"))
+    return Invite(invite.run_id, known_addresses(addresses, "a run id alone contains no address, unlike the invite"))
 
 
 def _nearby(run_id: str) -> tuple[str, ...]:
@@ -362,8 +364,8 @@ def known_addresses(addresses: tuple[str, ...], why: str = "no address of the sw
     """Return the addresses as multiaddrs. Raises: UsageError, which names ways to get an address, if there is none."""
     if not addresses:
         raise click.UsageError(
-            f"{why}: add --initial-peer, set {INITIAL_PEERS}, or initial_peers in the configuration file, or give the "
-            "invite. Organisers publish invites and addresses of bootstrap nodes; `diloco-peer bootstrap` starts your "
+            f"{why}: add --initial-peer, or set {INITIAL_PEERS}, or initial_peers in the configuration file. "
+            "Organisers publish invites and addresses of bootstrap nodes; `diloco-peer bootstrap` starts your "
             "own swarm and prints its address."
         )
     return spelled_out(addresses)

@@ -14,14 +14,13 @@ import click
 from opendiloco.cli.options import (
     FILE,
     FOLDER,
-    INITIAL_PEERS,
     RunOptionCommand,
     initial_peers_option,
     join_option,
+    known_addresses,
     own_files_options,
     parse_run,
     run_option,
-    spelled_out,
     writing,
 )
 from opendiloco.data.own_files import OwnFiles, is_here, local_sources, with_paths_marked
@@ -181,10 +180,7 @@ def _create(
     from opendiloco.volunteer.identity import load_identity
     from peers.values.manifest import Invite
 
-    if not initial_peers:
-        raise click.UsageError(
-            f"a new run is announced to a bootstrap node: add --initial-peer, or set {INITIAL_PEERS}."
-        )
+    addresses = known_addresses(initial_peers, "a new run is announced to a bootstrap node")
     key = load_identity(identity)
     config = RunConfig.from_toml(run_toml)
     remedy = "Name a folder with --out."
@@ -205,7 +201,7 @@ def _create(
         with writing(path, remedy):
             path.write_bytes(run.manifest.pack())
         at_stage("announcing the run")
-        kept = asyncio.run(_announce(run, spelled_out(initial_peers)))
+        kept = asyncio.run(_announce(run, addresses))
         invite = Invite(run.run_id, kept)
         click.echo(f"run id:    {run.run_id}\ninvite:    {invite}\nmanifest:  {path}")
         with chdir(run_toml.parent):
@@ -241,7 +237,8 @@ def _next_lines(run: Run, invite: Invite, manifest: Path, identity: Path | None)
 
     folders, is_by_invitation = local_sources(run.config.data), run.manifest.is_by_invitation
     is_here = all(map(is_loopback, map(host_of, invite.addresses)))
-    yield "To train in it, type on this machine:" if is_here else "To train in it, type on any machine:"
+    where = "this" if is_here else "any"
+    yield f"To train in it, type on {where} machine:"
     ticket = " --ticket TICKET" if is_by_invitation else ""
     own = "".join(f" --{table} PATH" for table in local_tables(run.config))
     yield f"  diloco-peer join --run {invite}{ticket}{' --data FOLDER' * len(folders)}{own}"
@@ -255,6 +252,8 @@ def _next_lines(run: Run, invite: Invite, manifest: Path, identity: Path | None)
     if is_by_invitation:
         yield "To create tickets, type on this machine:"
         yield f"  diloco-peer invite create {manifest}" + (f" --identity {identity}" if identity else "")
+    yield f"To see its peers, type on {where} machine:"
+    yield f"  diloco-peer status --run {invite} --watch"
 
 
 @run_group.command("example")

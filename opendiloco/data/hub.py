@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from opendiloco.config.model import read_model_values
-from opendiloco.data.own_files import HUB_NAME
+from opendiloco.data.own_files import FILE_NAME, HUB_NAME
 from opendiloco.quantities import in_words
 from opendiloco.stages import at_stage
 
@@ -28,16 +28,18 @@ TOKENIZER_FILES = ("*.json", "*.txt", "*.model")
 
 def is_local_path(path: str) -> bool:
     """Return False if `path` is a valid hub name, even if the working directory has a folder with this name. Return
-    True for any other path."""
-    return HUB_NAME.fullmatch(path) is None
+    True for any other path, and for a file's name such as "model.json"."""
+    return HUB_NAME.fullmatch(path) is None or FILE_NAME.fullmatch(path) is not None
 
 
 def pretrained_folder(path: str, *wanted: str) -> Path:
     """Return the local folder `path` or, if `path` is a hub name, the folder into which this function downloads its
     files that match the patterns `wanted`. Raises: OSError, ValueError."""
     if is_local_path(path):
+        if Path(path).is_file():
+            raise NotADirectoryError("it is a file, not a folder")
         if not Path(path).is_dir():
-            raise FileNotFoundError("there is no such folder")
+            raise FileNotFoundError("there is no such file or folder")
         return Path(path)
     from huggingface_hub import snapshot_download
 

@@ -37,6 +37,8 @@ NONE = OwnFiles()
 
 
 HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?", re.ASCII)
+FILE_NAME = re.compile(r"[^/]+\.(arrow|bin|csv|gz|jsonl?|parquet|safetensors|tsv|txt|zst)")
+"""Names that mean files: the hub's few models and data sets without an owner have no such ending."""
 FORMAT = re.compile(
     "arrow|audiofolder|conll|csv|eval|fasta|fastq|genbank|harbor|hdf5|iceberg|imagefolder|json|lance|meshfolder|mmcif|"
     "niftifolder|pandas|parquet|pdb|pdffolder|sql|text|tsfile|videofolder|vortex|webdataset|xml"
@@ -49,7 +51,8 @@ def is_local(source: str) -> bool:
     for "stdlib": the source code of Python's standard library."""
     from opendiloco.config.data import STANDARD_LIBRARY  # a late import: pydantic would slow down `--help`
 
-    return source != STANDARD_LIBRARY and not (_is_hub_name(source) and not os.path.lexists(source))
+    may_be_file = FILE_NAME.fullmatch(source) or os.path.lexists(source)
+    return source != STANDARD_LIBRARY and bool(may_be_file or not _is_hub_name(source))
 
 
 def _is_hub_name(source: str) -> bool:

@@ -48,11 +48,21 @@ class RateLimit:
 
 
 def check_url(url: str) -> None:
-    """Check, without connecting, that fsspec and its package for this URL are installed. Raises: RemoteError if not."""
+    """Check, without connecting, that fsspec and its package for this URL are installed, and that for hf:// a token is
+    here. Raises: RemoteError if not."""
     import fsspec
 
     with _as_remote_error(url):
-        fsspec.get_filesystem_class(fsspec.utils.get_protocol(url))
+        protocol = fsspec.utils.get_protocol(url)
+        fsspec.get_filesystem_class(protocol)
+        if protocol == "hf":
+            from huggingface_hub import get_token
+
+            if not (get_token() or fsspec.config.conf.get("hf", {}).get("token")):
+                raise RemoteError(
+                    f"{without_secrets(url)} cannot be written to: this machine has no token of the Hugging Face hub.",
+                    "Log in with `hf auth login`, or set HF_TOKEN to a token that may write there.",
+                )
 
 
 class Remote:
@@ -62,6 +72,7 @@ class Remote:
         import fsspec
 
         self._url = url
+        check_url(url)
         with _as_remote_error(self._url):
             self._files, root = fsspec.core.url_to_fs(url)
             self._root = root.rstrip("/")

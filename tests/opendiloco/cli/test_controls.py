@@ -66,6 +66,7 @@ def test_commands_take_the_run_that_this_machine_is_in(
         (["--run", "--identity", "x"], 2, "--run has no invite after it: if you gave a variable, it is empty"),
         (["--run"], 2, "--run has no invite after it: if you gave a variable, it is empty"),
         (["--run", ""], 2, "--run has no invite after it: if you gave a variable, it is empty"),
+        ([""], 2, "INVITE is empty: give the invite; if you gave a variable, it is empty"),
         (["--run", RUN, "--until", "2001-01-01 07:30"], 2, "'2001-01-01 07:30' is in the past"),
     ],
 )
@@ -74,10 +75,14 @@ def test_join_takes_the_run_as_its_first_word(arguments: list[str], code: int, s
     assert (refused.exit_code, said in refused.output) == (code, True), refused.output
 
 
-@pytest.mark.parametrize("command", ["export", "sample", "log show", "log verify", "run amend"])
-def test_an_empty_invite_is_not_the_next_option(command: str) -> None:
-    """Regression: `export --run $INVITE --to model` took "--to" as the run."""
-    refused = CliRunner().invoke(main, [*command.split(), "--run", "--help"])
+COMMANDS = "export", "sample", "log show", "log verify", "run amend", "pause", "resume", "finish", "config show"
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("left", [["--run", "--help"], ["--run", ""], ["--run="]])
+def test_an_empty_invite_is_no_run(command: str, left: list[str]) -> None:
+    """Regression: `export --run $INVITE --to model` took "--to" as the run, and `pause --run ""` called it misspelt."""
+    refused = CliRunner().invoke(main, [*command.split(), *left])
     assert (refused.exit_code, "if you gave a variable, it is empty" in refused.output) == (2, True), refused.output
 
 

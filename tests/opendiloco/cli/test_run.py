@@ -13,6 +13,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from opendiloco.cli import main
+from opendiloco.cli.options import INITIAL_PEERS
 from opendiloco.cli.run import _beyond_schedules, _check, _next_lines
 from opendiloco.config.overrides import NO_OVERRIDES
 from opendiloco.config.run_config import RunConfig
@@ -26,6 +27,7 @@ ROOT = Path(__file__).parents[3]
 
 ADDRESS = "/ip4/192.0.2.2/tcp/31337/p2p/12D3KooWQFDaugSZMNNMdfYVGsJjZ11jngwqxJ6678Zmhr2TSQ5o"
 STANDARD_LIBRARY = {"source": "stdlib"}
+TO_SEE = ["To see its peers, type on any machine:", "  diloco-peer status --run INVITE --watch"]
 
 
 def said(content: dict[str, Any], identity: Path | None = None) -> list[str]:
@@ -37,7 +39,16 @@ def said(content: dict[str, Any], identity: Path | None = None) -> list[str]:
 
 
 def test_a_run_of_the_standard_library_needs_nothing_else(small_content: dict[str, Any]) -> None:
-    assert said(small_content | {"data": STANDARD_LIBRARY})[1:] == ["  diloco-peer join --run INVITE"]
+    assert said(small_content | {"data": STANDARD_LIBRARY})[1:] == ["  diloco-peer join --run INVITE", *TO_SEE]
+
+
+def test_without_a_node_a_run_says_how_to_start_one() -> None:
+    """Regression: only --initial-peer was named, which an organiser without a node cannot give."""
+    refused = CliRunner().invoke(main, ["run", "create", "run.toml"], env={INITIAL_PEERS: None})
+    assert refused.exit_code == 2
+    assert "a new run is announced to a bootstrap node: add --initial-peer" in refused.output
+    assert "`diloco-peer bootstrap` starts your own swarm and prints its address" in refused.output
+    assert "invite" not in refused.output.partition("Organisers")[0]
 
 
 def test_whoever_joins_names_a_folder_for_each_local_source(small_content: dict[str, Any]) -> None:
@@ -46,11 +57,13 @@ def test_whoever_joins_names_a_folder_for_each_local_source(small_content: dict[
     assert said(small_content)[1:] == [
         "  diloco-peer join --run INVITE --data FOLDER",
         f"FOLDER is a folder or file, on that machine, with a copy of the text in {source}.",
+        *TO_SEE,
     ]
     several = {"sources": [{"source": source, "weight": 1.0}, {"source": "/other", "weight": 1.0}]}
     assert said(small_content | {"data": several})[1:] == [
         "  diloco-peer join --run INVITE --data FOLDER --data FOLDER",
         f"Each FOLDER is a folder or file, on that machine, with a copy of the text in {source}, /other.",
+        *TO_SEE,
     ]
 
 
@@ -61,6 +74,7 @@ def test_a_run_by_invitation_needs_a_ticket(small_content: dict[str, Any], ident
         "  diloco-peer join --run INVITE --ticket TICKET",
         "To create tickets, type on this machine:",
         "  diloco-peer invite create run.manifest" + (" --identity organiser.pem" if identity else ""),
+        *TO_SEE,
     ]
 
 

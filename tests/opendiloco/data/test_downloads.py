@@ -13,7 +13,7 @@ import pytest
 
 from opendiloco.config.data import TokenizerSection
 from opendiloco.data import hub
-from opendiloco.data.hub import downloading
+from opendiloco.data.hub import downloading, pretrained_folder
 from opendiloco.data.tokenizer import build_tokenizer
 from opendiloco.errors import DataError
 from opendiloco.stages import watched_by
@@ -99,3 +99,13 @@ def test_a_tokenizer_from_the_hub_has_a_stage(monkeypatch: pytest.MonkeyPatch) -
     with watched_by(lambda stage, share: said.append(stage)), pytest.raises(DataError, match="no people/words"):
         build_tokenizer(TokenizerSection(kind="pretrained", path="people/words"))
     assert said == ["downloading people/words, as far as it is not here"]
+
+
+def test_a_files_name_is_not_looked_for_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: a misspelt file ended with an error of the hub, such as "Name or service not known"."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(FileNotFoundError, match="there is no such file or folder"):
+        pretrained_folder("mymodel.json")
+    Path("mymodel.json").touch()
+    with pytest.raises(NotADirectoryError, match="it is a file, not a folder"):
+        pretrained_folder("mymodel.json")

@@ -33,6 +33,9 @@ pytestmark = pytest.mark.usefixtures("own_dataset_cache")
         ("linked", True),  # and such a link, to nothing
         ("json", True),  # all JSON files of the current folder
         ("json/texts", False),
+        ("data.txt", True),  # no data set without an owner has such a name
+        ("rows.jsonl", True),
+        ("people/data.json", False),
     ],
 )
 def test_what_could_be_on_this_machine(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import fsspec
@@ -111,6 +112,20 @@ def test_urls_that_nothing_is_there_for(monkeypatch: pytest.MonkeyPatch, tmp_pat
     monkeypatch.setitem(known_implementations, "odd", {"class": "oddfs.OddFS", "err": "Install oddfs"})
     with pytest.raises(RemoteError, match="Install oddfs"):
         check_url("odd://there")
+
+
+@pytest.mark.parametrize("use", [check_url, Remote])
+def test_the_hub_needs_a_token_before_the_work(
+    use: Callable[[str], object], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Regression: `export --push-to hf://…` exported for minutes, and only then failed without a login."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_TOKEN_PATH", str(tmp_path / "token"))
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    with pytest.raises(RemoteError, match=r"hf://me/model cannot be written to: .* has no token") as caught:
+        use("hf://me/model")
+    assert "`hf auth login`, or set HF_TOKEN" in caught.value.remedy
+    monkeypatch.setenv("HF_TOKEN", "hf_token")
+    use("hf://me/model")
 
 
 def test_passwords_are_not_shown() -> None:

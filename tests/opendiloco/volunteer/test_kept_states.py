@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import shutil
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -227,11 +228,19 @@ def test_what_is_not_there(kept: Kept, tmp_path: Path, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize(
-    ("command", "ending"), [(["export", "--out", "other"], "--out model"), (["sample", "It says"], "'It says'")]
+    "typed",
+    [
+        "export --identity key.pem --data 'my texts' --data . --out other --dtype bfloat16",
+        "export --model . --push-to memory://bucket/model",
+        "sample --identity key.pem --tokens 7 'It says'",
+    ],
 )
 def test_a_run_that_no_peer_trains_is_taken_from_this_disk(
-    command: list[str], ending: str, kept: Kept, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    typed: str, kept: Kept, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Regression: the command in the remedy lacked options that were typed, such as --identity and --push-to."""
+    command, *options = shlex.split(typed)
+
     @asynccontextmanager
     async def newest_state(*_: object) -> AsyncIterator[None]:
         raise SwarmUnreachableError("no peer trains.", "Ask a volunteer to join it again.")
@@ -239,15 +248,18 @@ def test_a_run_that_no_peer_trains_is_taken_from_this_disk(
 
     monkeypatch.setattr("opendiloco.volunteer.states.newest_state", newest_state)
     monkeypatch.chdir(tmp_path)
-    for state, line in (
-        (tmp_path, ""),
-        (kept.folder.path.parents[1], f"diloco-peer {command[0]} --from {kept.folder.path} {ending}"),
-    ):
+    Path("my texts").mkdir()
+    run = ["--run", kept.folder.run_id, "--initial-peer", "/ip4/192.0.2.1"]
+    for state in (tmp_path, kept.folder.path.parents[1]):
         monkeypatch.setattr("opendiloco.storage.run_folder.default_state_folder", lambda state=state: state)
-        refused = CliRunner().invoke(main, [*command, "--run", kept.folder.run_id, "--initial-peer", "/ip4/192.0.2.1"])
+        refused = CliRunner().invoke(main, [command, *run, *options])
         assert refused.exit_code == SwarmUnreachableError.exit_code
-        assert line in refused.output
-        assert ("has a checkpoint" in refused.output) == bool(line)
+        named = shlex.split(refused.output.partition("has a checkpoint of the run: ")[2])
+        if state == tmp_path:
+            assert not named
+        else:
+            assert named[:4] == ["diloco-peer", command, "--from", str(kept.folder.path)]
+            assert sorted(named[4:]) == sorted(options)
 
 
 @pytest.mark.parametrize(("values", "said"), [(0, "leads to outer step 6 and not to 9"), (7, "is not of this run")])
