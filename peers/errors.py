@@ -64,7 +64,7 @@ class FullDiskError(IdentityFileError):
 
 
 class InUseError(LocalNetworkError):
-    """A port or identity file that another program on this machine uses, so that a person must choose another one."""
+    """A port, identity file or archive that another program on this machine uses; a person must choose another one."""
 
     exit_code = 15
 

@@ -201,7 +201,9 @@ class _Server(ThreadingWSGIServer):
         logger.debug("a request for metrics of %s failed", client_address, exc_info=True)
 
 
-ServerHandler.server_software = ""  # strangers need not know the version of Python: send no header `Server`
+class _Answer(ServerHandler):
+    request_handler: WSGIRequestHandler
+    server_software = ""  # strangers need not know the version of Python: send no header `Server`
 
 
 class _SilentHandler(WSGIRequestHandler):
@@ -211,6 +213,14 @@ class _SilentHandler(WSGIRequestHandler):
     def setup(self) -> None:
         super().setup()
         self.rfile = _Head(self.rfile)
+
+    def handle(self) -> None:  # the one of the standard library always sends a header `Server`
+        self.raw_requestline = self.rfile.readline()
+        if self.parse_request():
+            files = self.rfile, self.wfile, self.get_stderr()
+            answer = _Answer(*files, self.get_environ())  # type: ignore[arg-type]
+            answer.request_handler = self
+            answer.run(self.server.get_app())  # type: ignore[attr-defined]
 
     def log_message(self, format: str, *args: object) -> None:
         """Log nothing, so that scrapes do not fill the log."""

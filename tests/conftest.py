@@ -134,8 +134,8 @@ def signals_are_not_blocked() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def loggers_stay_as_they_were() -> Iterator[None]:
-    """Commands that tests run in this process choose what our loggers let through."""
-    levels = {name: logging.getLogger(name).level for name in OURS}
+    """Commands that tests run in this process choose what our loggers and the root logger let through."""
+    levels = {name: logging.getLogger(name).level for name in (*OURS, "")}
     yield
     for name, level in levels.items():
         logging.getLogger(name).setLevel(level)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import os
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -130,7 +131,7 @@ def bootstrap(
     from opendiloco.quantities import in_words
     from opendiloco.run import Run
     from opendiloco.volunteer.admission import read_ticket
-    from opendiloco.volunteer.identity import hold_identity
+    from opendiloco.volunteer.identity import hold_identity, lock
     from opendiloco.volunteer.interrupts import Interrupts, run_interruptible
     from peers.metrics import NODE_METRICS, MetricsServer
     from peers.network.bootstrap import run_bootstrap
@@ -159,6 +160,9 @@ def bootstrap(
             from opendiloco.storage.archive import Archive
 
             kept = Archive(key, archive, None if max_disk is None else int(max_disk * 1e9))
+            with suppress(OSError):  # some file systems have no locks
+                file = locks.enter_context((archive / ".lock").open("wb"))
+                lock(file, f"the archive {archive} is in use", "Each node needs its own --archive FOLDER.")
             beside.append(kept.keep)
         if local_network and not _are_here((*listen, *announce)):
             beside.append(_tell_local_network)
@@ -178,7 +182,7 @@ def bootstrap(
         place = (listen or everywhere(LIBP2P_PORT), announce, others, runs)
         await run_bootstrap(key, *place, on_ready, stop, Run.from_manifest, beside, links, shown)
 
-    with hold_identity(identity, is_node=True) as key:
+    with hold_identity(identity, is_node=True) as key, ExitStack() as locks:
         run_interruptible(main)
 
 

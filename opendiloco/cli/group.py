@@ -39,7 +39,7 @@ EXIT_CODES = {
     12: "wrong state: a peer that `follow` watches, or this machine, has another state than the log leads to",
     13: "not admitted to a run by invitation: the ticket is missing, expired or revoked",
     14: "another machine takes part with the same key: a copied identity file",
-    15: "a port or an identity file is in use by another program on this machine",
+    15: "a port, identity file or archive is in use by another program on this machine",
     16: "`doctor` found a problem that keeps this machine from training or from joining the run",
     70: "protocol broken: a bug in diloco-peer or in a peer",
     130: "left at once: after a second Ctrl-C, or after the first when there is nothing to finish",

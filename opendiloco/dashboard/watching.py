@@ -298,16 +298,17 @@ class RunHistory:
 
     # Output ---------------------------------------------------------------------------------------------------
     def summary(self) -> Plain:
-        """Return the run's row in the list of runs."""
+        """Return the run's row in the list of runs. A value that neither the log nor a peer has shown is None."""
         view = self.view
+        none_yet = 0 if view.working else None  # without a peer at work, the run may have entries that were not read
         return {
             "run": view.run.run_id,
             "name": view.run.config.name,
-            "outer_step": view.outer_step,
+            "outer_step": view.outer_step or none_yet,
             "outer_steps": view.outer_steps,
             "peers": len(view.trainers),
             "tokens_per_second": view.tokens_per_second,
-            "lineage_tokens": view.lineage_tokens,
+            "lineage_tokens": view.lineage_tokens or none_yet,
             "looked_at": self._looked_at,
         }
 

@@ -60,7 +60,8 @@ from peers.values.workload import SnapshotError
 
 logger = logging.getLogger(__name__)
 
-POLL = 5.0  # seconds between two checks for new runs, and between two checks of a run that has no peers
+POLL = 5.0  # most seconds between two checks for new runs, and between two checks of a run that has no peers
+POLL_FIRST, POLL_PER_RUN = 1.0, 0.1  # least seconds between two such checks; seconds for each run of the archive
 SIGNING_PAUSE = 60.0  # least number of seconds between two signatures of a run's heads by this archive
 SIGNING_RETRY = 5.0  # seconds until an archive asks again for its earlier signed heads, if no peer has answered
 ASKED = 32  # number of peers that an archive asks for the heads that it signed earlier, before it signs a new one
@@ -436,7 +437,7 @@ class Archive:
         return self._runs.get(run)
 
     async def keep(self, transport: HivemindTransport, manifests: Iterable[SignedManifest]) -> None:
-        """Archive every run of `manifests` until cancelled. Every `POLL` seconds look for new and dropped runs."""
+        """Archive every run of `manifests` until cancelled. Look for new and dropped runs repeatedly."""
         sources: dict[str, StretchSource] = {}
         buffers: dict[str, Sequence[PayloadBuffers]] = {}
         logs: dict[str, RunLog] = {}
@@ -470,7 +471,13 @@ class Archive:
                         archived = await asyncio.to_thread(ArchivedRun, run, self._identity, transport, *place)
                         self._runs[run_id], sources[run_id], logs[run_id] = archived, archived.log.stretch, archived.log
                         keeping[run_id] = tasks.create_task(self._keep_one(archived, buffers))
-                await asyncio.sleep(POLL)
+                await asyncio.sleep(self._poll)
+
+    @property
+    def _poll(self) -> float:
+        """Seconds between two checks for new runs, and of a run that has no peers: few if there are few runs, so that
+        the first outer steps are archived, too."""
+        return min(POLL, max(POLL_FIRST, POLL_PER_RUN * len(self._runs)))
 
     def _check_disk(self) -> None:
         """Mark the archive as unhealthy in the node's health status if its disk is full, and as healthy otherwise."""
@@ -489,7 +496,7 @@ class Archive:
                         await self._keep_up(archived, buffers)
                 is_in_use = archived.end.last is not None or archived._peers
                 pause = archived.run.settings.timing.heartbeat
-                await asyncio.sleep(pause if is_in_use else max(pause, POLL))
+                await asyncio.sleep(pause if is_in_use else max(pause, self._poll))
 
     async def _keep_up(self, archived: ArchivedRun, buffers: dict[str, Sequence[PayloadBuffers]]) -> None:
         run_id = archived.run.run_id

@@ -2,7 +2,7 @@
 
 Other rooms import:
 admission: IssuedTickets, ask_for_signed_heads, enter, read_ticket
-identity: default_path, hold_identity, listen, load_identity, usable_path
+identity: default_path, hold_identity, listen, load_identity, lock, usable_path
 interrupts: Interrupts, RememberedInterrupt, run_interruptible
 local_workload: LocalWorkload, NO_TRAINING, TrainerWorkload, working
 states: History, command_line, export_state, fetch_state, find_origin, history_of, make_folder, new_folder,

@@ -10,7 +10,7 @@ import os
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import IO, TYPE_CHECKING
 
 import psutil
 
@@ -76,16 +76,25 @@ def hold_identity(path: Path | None, is_node: bool = False) -> Iterator[Identity
     path = usable_path(path)
     identity = load_identity(path)
     with path.open("rb") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise InUseError(
-                f"the identity {path} is in use by {_user_of(path)} on this machine.",
-                "Wait until that ends, or end it. A key of its own (--identity other.pem, made if it does not exist) "
-                "makes this another "
-                + ("node." if is_node else "peer, which a run by invitation admits only with its own ticket."),
-            ) from error
+        lock(
+            file,
+            f"the identity {path} is in use",
+            "A key of its own (--identity other.pem, made if it does not exist) makes this another "
+            + ("node." if is_node else "peer, which a run by invitation admits only with its own ticket."),
+        )
         yield identity
+
+
+def lock(file: IO[bytes], in_use: str, otherwise: str) -> None:
+    """Lock an open file until it is closed. Raises: InUseError if another process holds the lock; its message begins
+    with `in_use`, and its remedy ends with `otherwise`."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise InUseError(
+            f"{in_use} by {_user_of(Path(file.name))} on this machine.",
+            f"Wait until that ends, or end it. {otherwise}",
+        ) from error
 
 
 def _user_of(path: Path) -> str:

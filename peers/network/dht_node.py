@@ -53,7 +53,7 @@ class DhtNode:
         """Join the DHT through the nodes at `contacts`, or start a new DHT if there are none. Return this machine's
         node, which in `client_mode` stores no records of others.
 
-        Raises: LocalNetworkError when the clock is wrong or the contacts cannot reach us; SwarmUnreachableError.
+        Raises: LocalNetworkError when the clocks differ or the contacts cannot reach us; SwarmUnreachableError.
         """
         try:
             node = await HIVEMIND.node.DHTNode.create(
@@ -66,7 +66,8 @@ class DhtNode:
         except HIVEMIND.protocol.ValidationError as error:
             if "local time" in str(error):
                 raise LocalNetworkError(
-                    "this machine's clock is more than 3 seconds off.", "Switch on time synchronisation (NTP)."
+                    "the clocks of this machine and of another node are more than 3 seconds apart.",
+                    "Switch on time synchronisation (NTP) here, or tell that node's operator if it is on.",
                 ) from error
             raise LocalNetworkError(
                 "the bootstrap node cannot reach this machine.", "Check the firewall, then try again."

@@ -14,6 +14,7 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from urllib.error import HTTPError
+from wsgiref.simple_server import ServerHandler
 
 import pytest
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, generate_latest
@@ -76,6 +77,7 @@ def test_strangers_do_not_learn_the_version_of_python(server: MetricsServer, req
         answer = b"".join(iter(lambda: connection.recv(4096), b""))
     assert answer.startswith(b"HTTP/1.")
     assert b"Python" not in answer
+    assert "Python" in ServerHandler.server_software, "regression: it was changed for other servers of this process"
 
 
 def test_counts_are_served_to_this_machine_and_a_port_in_use_is_a_clear_error(server: MetricsServer) -> None:

@@ -102,7 +102,7 @@ const plural = (number, word) => `${count(number)} ${word}${number === 1 ? "" : 
 function showHead() {
   const run = known.run;
   if (run.looked_at !== null) skew = Math.abs(run.looked_at - Date.now() / 1000) > 10 ? run.looked_at - Date.now() / 1000 : 0;
-  document.title = `${run.outer_step}/${run.outer_steps} ${run.name}`;
+  document.title = `${run.outer_step ?? "–"}/${run.outer_steps} ${run.name}`;
   byId("run-name").textContent = run.name;
   byId("run-id").textContent = run.run;
   byId("run-about").textContent = run.about.join(" · ");
@@ -113,7 +113,7 @@ function showHead() {
   byId("run-state").className = `pill ${kind}`;
   byId("run-state").textContent = word;
   byId("progress").setAttribute("aria-valuemax", run.outer_steps);
-  byId("progress").setAttribute("aria-valuenow", run.outer_step);
+  byId("progress").setAttribute("aria-valuenow", run.outer_step ?? "");
   byId("progress-bar").style.width = size(run.outer_step / run.outer_steps);
   const heldOut = known.losses?.held_out.at(-1);
   const left = run.outer_steps - run.outer_step;

@@ -16,6 +16,7 @@ export const shortName = (peer) => `…${peer.slice(-8)}`;
 const SCALES = [[1e12, " T"], [1e9, " G"], [1e6, " M"], [1e3, " k"]];
 
 export function count(number) {
+  if (number === null) return "–";
   if (number < 10000) return Math.round(number).toLocaleString("en");
   const [scale, unit] = SCALES.find(([scale]) => number >= scale);
   return (number / scale).toFixed(number / scale < 100 ? 1 : 0) + unit;

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import re
 from pathlib import Path
 from typing import Any
@@ -142,6 +143,26 @@ def test_an_archive_that_cannot_be_written_is_found_at_the_start(
     assert refused.exit_code == 6
     assert f"the archive's folder {bad} cannot be used: Not a directory." in refused.output
     assert "--archive" in refused.output
+
+
+def test_an_archive_that_another_node_uses_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Regression: two nodes wrote into one folder, and each counted all of its disk as its own."""
+    folder = tmp_path / "archive"
+    folder.mkdir()
+
+    async def run_bootstrap(*arguments: Any) -> None:
+        with (folder / ".lock").open("rb") as file, pytest.raises(BlockingIOError):
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+    monkeypatch.setattr(peers.network.bootstrap, "run_bootstrap", run_bootstrap)
+    arguments = ["bootstrap", "--identity", str(tmp_path / "key.pem"), "--archive", str(folder)]
+    assert CliRunner().invoke(main, arguments).exit_code == 0, "this node holds the lock"
+    with (folder / ".lock").open("rb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        refused = CliRunner().invoke(main, arguments)
+    assert refused.exit_code == 15
+    assert f"the archive {folder} is in use by another process on this machine. Wait until that" in refused.output
+    assert "--archive FOLDER" in refused.output
 
 
 def test_a_node_that_cannot_start_does_not_print_where_it_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

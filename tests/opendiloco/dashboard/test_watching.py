@@ -210,6 +210,7 @@ def test_what_is_not_known_is_said() -> None:
     found = sections(RunHistory(run, no_log="This node keeps no log."))
     assert found["run"]["no_log"] == "This node keeps no log."
     assert found["run"]["looked_at"] is None
+    assert (found["run"]["outer_step"], found["run"]["lineage_tokens"]) == (None, None), "regression: a false 0"
     assert found["peers"] == {"rows": [], "more": 0}
     assert found["losses"] == {"training": [], "held_out": []}
 

@@ -257,6 +257,32 @@ def test_a_run_that_cannot_be_kept_ends_no_other(
     assert [bad.run_id in reason for reason in HEALTH.reasons] == [True] * (poison == "folder")
 
 
+def test_the_peers_of_a_new_run_are_soon_looked_for(
+    small_config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: a run of ten seconds could leave nothing in the archive, which looked every five seconds."""
+    monkeypatch.setattr(archives, "POLL", 60.0)
+    manifests, looks = list[SignedManifest](), list[str]()
+
+    class Looks(ManyRuns):
+        async def heartbeats(self, run_id: str) -> list[Heartbeat]:
+            looks.append(run_id)
+            self.changed.set()
+            return []
+
+    async def scenario() -> None:
+        network = Looks("")
+        async with keeping(network, manifests, tmp_path):
+            await asyncio.sleep(0)
+            manifests.append(Run.sign(small_config, Identity.generate()).manifest)
+            await network.until(lambda: len(looks) > 1, "the archive waits for long before it looks again")
+
+    asyncio.run(scenario())
+    many = Archive(NODE, tmp_path)
+    many._runs = dict.fromkeys(map(str, range(1000)), cast(Any, None))
+    assert many._poll == 60.0, "the looks at many idle runs take time from the others"
+
+
 def test_a_run_that_the_node_has_forgotten_is_kept_no_more(
     small_config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,9 +11,11 @@ from typing import Any
 
 import pytest
 
+from peers.errors import LocalNetworkError
 from peers.network import dht_node
-from peers.network.daemon import to_peer_id
-from peers.network.dht_node import DhtMembership
+from peers.network.daemon import HIVEMIND, to_peer_id
+from peers.network.dht_node import DhtMembership, DhtNode
+from peers.network.known_runs import Admissions
 from peers.values.identity import Identity
 
 DEADLINE = 120.0  # seconds
@@ -235,3 +237,14 @@ def test_who_only_asks_never_serves(monkeypatch: pytest.MonkeyPatch) -> None:
         assert count(world, "can be dialled?") == count(world, "serve") == 0
 
     asyncio.run(story())
+
+
+def test_a_wrong_clock_may_be_the_other_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: where a bootstrap node's clock was wrong, each volunteer was told that its own was."""
+
+    async def create(**settings: object) -> None:
+        raise HIVEMIND.protocol.ValidationError("local time must be within 3 seconds  of others(local: 9, peer: 1)")
+
+    monkeypatch.setattr(HIVEMIND.node.DHTNode, "create", create)
+    with pytest.raises(LocalNetworkError, match=r"of this machine and of another node .*tell that node's operator"):
+        asyncio.run(DhtNode.create(None, ADDRESSES, True, Admissions()))  # type: ignore[arg-type]
