@@ -39,7 +39,7 @@ from opendiloco.workers.supervisor import Supervisor
 from opendiloco.workers.trackers import tracking
 from peers import metrics
 from peers.driver.driver import Driver
-from peers.errors import AdmissionError, DilocoPeerError, LocalNetworkError
+from peers.errors import DilocoPeerError, LocalNetworkError
 from peers.log.folder import LogFolder, RunLog
 from peers.log.state import LogState
 from peers.log.votes import VotesFile
@@ -328,9 +328,7 @@ class Volunteer:
             done, _ = await asyncio.wait([driving, *failures], return_when=asyncio.FIRST_COMPLETED)
             broken: list[DilocoPeerError] = [end.result() for end in failures if end in done]
             if broken:
-                # Without a hand-over, so that other peers need not wait for this one. But a peer whose ticket is no longer
-                # valid finishes its round: the others hear its votes, and may need them.
-                self._driver.leave(at_once=not all(isinstance(error, AdmissionError) for error in broken))
+                self._driver.leave(at_once=True)  # without a hand-over, so that other peers need not wait for this one
             try:
                 await driving
             except LocalNetworkError as error:

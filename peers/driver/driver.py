@@ -30,7 +30,7 @@ from peers.log.lineage import Lineage
 from peers.log.settings import RunSettings
 from peers.log.state import LogError
 from peers.log.votes import VotesFile, VotesFileError
-from peers.messages.messages import LeaseRequest, Ready
+from peers.messages.messages import Leaving
 from peers.messages.packing import Packer
 from peers.metrics import HEALTH
 from peers.network.channel import PeerRefusedError, PeerUnreachableError, RefusalError
@@ -119,8 +119,8 @@ class _Messenger:
 
         Raises:
             RemoteProtocolError: the message is invalid.
-            RefusalError: the peer is not admitted to the run, or its messages take too much time. If it is a voter,
-                only its Readys and LeaseRequests are refused: it may finish its round and vote, and its farewell counts.
+            RefusalError: the peer is not admitted to the run, or its messages take too much time. A farewell of a voter
+                is passed on even if its ticket was revoked or has expired, so that the others need not wait for it.
         """
         log, refusal = self._host.peer.log, None
         try:
@@ -135,7 +135,7 @@ class _Messenger:
         with self._reading.spending(account, thread_time):
             try:
                 message = self._packer.unpack(sender, data)
-                if refusal is not None and isinstance(message, Ready | LeaseRequest):
+                if refusal is not None and not isinstance(message, Leaving):
                     raise refusal
                 if message is not None:
                     self._host.handle(Received(sender, message))

@@ -93,7 +93,9 @@ def test_guests_and_others(party: Party) -> None:
     [log] = site.folder.glob(f"state/diloco-peer/*/{friend.peer_id}/log")
     verified = site.run("log", "verify", "--folder", str(log))
     assert verified.code == 0, verified.err
-    assert "entries that a minority made" not in verified.out, "the revoked one did not finish its round, or said nothing"
+    # Its farewell counts it out, but not of an entry that it may have voted on (R11): a minority may have made that.
+    alone = re.findall(r"entries that a minority made: (.*)", verified.out)
+    assert alone == [] or re.fullmatch(r"entry \d+", alone[0]), alone
     with party.join("friend.pem") as again_there:
         again_there.line("outer step", "a guest that comes back is not admitted with the ticket of before")
         leave(again_there)
