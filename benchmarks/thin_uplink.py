@@ -113,7 +113,7 @@ def bars_of(swarms: dict[str, SwarmTimes]) -> list[Bar]:
 @click.option("--pause", default=6.0, show_default=True, help="Seconds of training.")
 @click.option("--entries", default=20, show_default=True, help="Entries of each swarm in each turn.")
 @click.option("--turns", default=2, show_default=True)
-@click.option("--own-entries", default=3, show_default=True, help="Entries of the swarm with int8 only, in each turn.")
+@click.option("--own-entries", default=3, show_default=True, help="Entries with int8 only in each turn; 0 for none.")
 @json_option
 def main(
     namespaces: str, values: int, pause: float, entries: int, turns: int, own_entries: int, json_file: Path | None
@@ -121,7 +121,7 @@ def main(
     names = namespaces.split(",")
     if len(names) < 3:
         raise click.BadParameter("give at least three, the thin one last.", param_hint="--namespaces")
-    swarms = {name: SwarmTimes(name) for name in (WITHOUT, CHOSEN, OWN)}
+    swarms = {name: SwarmTimes(name) for name in (WITHOUT, CHOSEN, *([OWN] if own_entries else []))}
     for _ in range(turns):
         for name, swarm in swarms.items():
             asyncio.run(run(swarm, names, values, pause, own_entries if name == OWN else entries))

@@ -160,8 +160,8 @@ def bootstrap(
             from opendiloco.storage.archive import Archive
 
             kept = Archive(key, archive, None if max_disk is None else int(max_disk * 1e9))
+            file = locks.enter_context(kept.lock_file)
             with suppress(OSError):  # some file systems have no locks
-                file = locks.enter_context((archive / ".lock").open("wb"))
                 lock(file, f"the archive {archive} is in use", "Each node needs its own --archive FOLDER.")
             beside.append(kept.keep)
         if local_network and not _are_here((*listen, *announce)):

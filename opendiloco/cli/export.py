@@ -83,14 +83,18 @@ def _typed_line(kept: Path) -> str:
     from opendiloco.storage.remote import without_secrets
     from opendiloco.volunteer.states import command_line
 
-    context, words = click.get_current_context(), ["--from", str(kept)]
+    context, options, arguments = click.get_current_context(), ["--from", str(kept)], list[str]()
     for each in context.command.params:
         if is_typed(context, str(each.name)) and each.name not in ("run", "initial_peers"):
             value = context.params[str(each.name)]
             for one in value if isinstance(value, tuple) else (value,):
-                is_option = isinstance(each, click.Option)
-                words += [each.opts[0], without_secrets(str(one))] if is_option else [str(one)]
-    return command_line(str(context.info_name), words)
+                if isinstance(each, click.Option):
+                    options += [each.opts[0], without_secrets(str(one))]
+                else:
+                    arguments.append(str(one))
+    if any(each.startswith("-") for each in arguments):
+        options.append("--")
+    return command_line(str(context.info_name), [*options, *arguments])
 
 
 def _place_of(

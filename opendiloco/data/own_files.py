@@ -37,7 +37,9 @@ NONE = OwnFiles()
 
 
 HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?", re.ASCII)
-FILE_NAME = re.compile(r"[^/]+\.(arrow|bin|csv|gz|jsonl?|parquet|safetensors|tsv|txt|zst)")
+FILE_NAME = re.compile(
+    r"[^/]+\.(arrow|bin|csv|gz|jsonl?|md|ndjson|parquet|py|rst|safetensors|tsv|txt|zst)", re.ASCII | re.IGNORECASE
+)
 """Names that mean files: the hub's few models and data sets without an owner have no such ending."""
 FORMAT = re.compile(
     "arrow|audiofolder|conll|csv|eval|fasta|fastq|genbank|harbor|hdf5|iceberg|imagefolder|json|lance|meshfolder|mmcif|"

@@ -16,7 +16,6 @@ from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, nullcontext, suppress
 from functools import cached_property, partial
 from pathlib import Path
-from tempfile import TemporaryFile
 
 from opendiloco.config.overrides import Overrides
 from opendiloco.errors import AmendmentError, MachineError
@@ -408,8 +407,7 @@ class Archive:
         and one run a quarter of the limit. Raises: MachineError if the folder cannot be written."""
         try:
             make_private_folder(folder)
-            with TemporaryFile(dir=folder):
-                pass
+            self.lock_file = (folder / ".lock").open("ab")
         except OSError as error:
             raise MachineError(
                 f"the archive's folder {folder} cannot be used: {error.strerror}.",

@@ -33,6 +33,7 @@ pytestmark = pytest.mark.usefixtures("own_dataset_cache")
         ("linked", True),  # and such a link, to nothing
         ("json", True),  # all JSON files of the current folder
         ("json/texts", False),
+        ("Notes.MD", True),
         ("data.txt", True),  # no data set without an owner has such a name
         ("rows.jsonl", True),
         ("people/data.json", False),

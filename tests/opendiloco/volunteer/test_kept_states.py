@@ -233,6 +233,7 @@ def test_what_is_not_there(kept: Kept, tmp_path: Path, monkeypatch: pytest.Monke
         "export --identity key.pem --data 'my texts' --data . --out other --dtype bfloat16",
         "export --model . --push-to memory://bucket/model",
         "sample --identity key.pem --tokens 7 'It says'",
+        "sample --tokens 7 -- '- First'",
     ],
 )
 def test_a_run_that_no_peer_trains_is_taken_from_this_disk(
