@@ -90,6 +90,7 @@ clean: ## remove what was built, the virtual environment and the caches
 	find opendiloco peers native tests benchmarks examples -name __pycache__ -prune -exec rm -rf {} +
 
 $(READY): setup.cfg setup.py pyproject.toml constraints.txt native/build_kernels.py $(wildcard native/*.c native/*.h)
+	@echo "installing torch, transformers and others into $(VENV): some minutes"
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --no-compile -c constraints.txt -e '.[dev,benchmarks]'
 	@touch $@

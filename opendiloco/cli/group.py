@@ -7,6 +7,7 @@ import atexit
 import gc
 import io
 import os
+import re
 import sys
 import traceback
 from collections.abc import Iterator
@@ -92,6 +93,8 @@ class _WrongUsage(click.ClickException):
 
     def __init__(self, error: click.UsageError) -> None:
         what = " ".join(error.format_message().split())
+        for kind, words in (("integer", "whole number"), ("float", "number")):
+            what = re.sub(rf"is not a valid {kind}( range)?\b", f"is not a {words}", what)
         command = error.ctx.command_path if error.ctx else "diloco-peer"
         super().__init__(f"{what}{'' if what.endswith(('.', '?')) else '.'} See `{command} --help`.")
 

@@ -158,6 +158,18 @@ def test_wrong_usage_has_its_exit_code(arguments: list[str]) -> None:
     assert isinstance(done.exception, SystemExit), "not with a traceback"
 
 
+@pytest.mark.parametrize(
+    ("typed", "said"),
+    [
+        ("join --upload-limit 20Mbit", "'--upload-limit': '20Mbit' is not a number."),
+        ("join --data-port http", "'--data-port': 'http' is not a whole number."),
+    ],
+)
+def test_an_option_that_is_not_a_number_is_refused_in_plain_words(typed: str, said: str) -> None:
+    """Regression: "20Mbit" was "not a valid float range"."""
+    assert said in CliRunner().invoke(group.main, typed.split()).stderr
+
+
 @pytest.mark.parametrize("typed", ["join --data", "run create --out", "join --plain=yes"])
 def test_an_option_without_its_argument_points_to_its_own_command(typed: str) -> None:
     """Regression: it was sent to the help of `diloco-peer`, which does not have the option."""
