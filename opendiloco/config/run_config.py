@@ -41,8 +41,9 @@ from peers.values.signed_heads import KEYS_LIMIT
 
 SPARSE_ERROR_FEEDBACK = 0.95
 """Default error feedback of the sparse codec: SparseLoCo's (arXiv 2508.15706)."""
-THINNER: dict[str, tuple[str, ...]] = {"fp16": ("int8", "e2m1", "sparse"), "int8": ("e2m1", "sparse"), "sparse": ()}
-"""Formats allowed by default for thin uplinks, by the run's codec. The other codecs allow "sparse"."""
+THINNER: dict[str, tuple[str, ...]] = {"fp16": ("int8", "e2m1"), "int8": ("e2m1",)}
+"""Formats allowed by default for thin uplinks, by the run's codec. "sparse" is not among them: beside int8 it costs loss
+in short runs (docs/convergence.md)."""
 BITS: dict[str, float] = {
     "fp16": 16,
     "int8": 8.04,
@@ -67,7 +68,7 @@ class CodecSection(Section):
     `"sparse"`."""
     contributions: Annotated[tuple[FormatName, ...], Field(strict=False, max_length=len(BITS))] = ()
     """Formats of contributions: `kind`, then thinner ones. A peer sends the first that its uplink carries in time.
-    Default: `kind` and `"sparse"`; for `"int8"` also `"e2m1"`, for `"fp16"` also `"int8"` and `"e2m1"`."""
+    Default: `kind`; for `"int8"` also `"e2m1"`, for `"fp16"` also `"int8"` and `"e2m1"`."""
 
     def number_of(self, kind: str) -> int:
         """Return the index of the format `kind` among the allowed formats of contributions, or raise ManifestError."""
@@ -85,7 +86,7 @@ class CodecSection(Section):
             return content
         kind = content.get("kind", "int8")
         if isinstance(kind, str) and kind in BITS and not content.get("contributions"):
-            content = content | {"contributions": (kind, *THINNER.get(kind, ("sparse",)))}
+            content = content | {"contributions": (kind, *THINNER.get(kind, ()))}
         return {"error_feedback": SPARSE_ERROR_FEEDBACK} | content if kind == "sparse" else content
 
     @model_validator(mode="after")
