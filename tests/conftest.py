@@ -15,7 +15,7 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import settings
 
-from opendiloco.cli.logs import OURS
+from opendiloco.cli.logs import OURS, PLACE
 from peers.metrics import HEALTH
 
 # Several processes share the machine's cores in many tests; more threads than that make everything slower.
@@ -133,8 +133,11 @@ def signals_are_not_blocked() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def loggers_stay_as_they_were() -> Iterator[None]:
-    """Commands that tests run in this process choose what our loggers and the root logger let through."""
+def loggers_stay_as_they_were(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Commands that tests run in this process choose what our loggers and the root logger let through, and the run, the
+    peer and the outer step that log lines name."""
+    for name, value in vars(PLACE).items():
+        monkeypatch.setattr(PLACE, name, value)
     levels = {name: logging.getLogger(name).level for name in (*OURS, "")}
     yield
     for name, level in levels.items():

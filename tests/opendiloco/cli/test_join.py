@@ -15,7 +15,6 @@ from click.testing import CliRunner
 
 from opendiloco.cli import main
 from opendiloco.cli.join import _Joining, _owners_watch
-from opendiloco.cli.logs import PLACE
 from opendiloco.cli.options import SettingsCommand, join_settings
 from opendiloco.owner.controls import OwnerRequest
 from opendiloco.owner.facts import Facts
@@ -44,11 +43,8 @@ def test_the_invite_may_stand_alone(typed: list[str]) -> None:
     assert CliRunner().invoke(show, ["INVITE", "AGAIN"]).exit_code == 2
 
 
-def test_a_volunteer_whose_key_is_in_use_does_not_print_where_its_metrics_are(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_volunteer_whose_key_is_in_use_does_not_print_where_its_metrics_are(tmp_path: Path) -> None:
     """Regression: it printed the address, and then that the key is in use."""
-    monkeypatch.setattr(PLACE, "run", None)  # the command sets it; log lines of later tests must not name the run
     address = f"/ip4/127.0.0.1/tcp/9/p2p/{Identity.generate().peer_id}"
     key, invite = tmp_path / "key.pem", str(Invite("tiny-" + "a" * 32, (address,)))
     with hold_identity(key):

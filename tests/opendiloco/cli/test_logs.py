@@ -31,11 +31,8 @@ def root_stays_as_it_was() -> Iterator[None]:
 
 
 @pytest.fixture
-def place() -> Iterator[None]:
+def place() -> None:
     PLACE.run, PLACE.peer, PLACE.outer_step = "demo-abc", "12D3KooWpeerNumberOne", lambda: 7
-    yield
-    PLACE.run = PLACE.peer = None
-    PLACE.outer_step = lambda: None
 
 
 def logged(options: LogOptions) -> str:
