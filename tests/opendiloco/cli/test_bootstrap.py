@@ -87,7 +87,8 @@ def test_a_node_without_a_public_address_names_the_option(
     """Regression: a public IPv6 address hid that IPv4 had none; and the option was named after it was given."""
     for is_given in (False, True):
         _show_addresses(tuple(f"/{host}/tcp/1/p2p/a" for host in hosts), is_given)
-        named = "--announce /ip4/PUBLIC-ADDRESS/tcp/1\n" in capsys.readouterr().out
+        shown = capsys.readouterr().out
+        named = "start this node again with its public one:\n  --announce /ip4/PUBLIC-ADDRESS/tcp/1\n" in shown
         assert named is (is_warned and not is_given)
 
 
