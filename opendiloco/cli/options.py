@@ -123,6 +123,12 @@ class SettingsCommand(RunCommand):
     """A command with an option for each setting of `join`. Its help divides the options into sections, as the reference
     page does."""
 
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        rest = super().parse_args(ctx, args)
+        if not ctx.resilient_parsing:
+            check_together(ctx)
+        return rest
+
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         titles = {setting.name: part.TITLE for part in JoinSettings.SECTIONS for setting in settings_of(part)}
         rows: dict[str, list[tuple[str, str]]] = {}
@@ -133,6 +139,13 @@ class SettingsCommand(RunCommand):
         for title, records in rows.items():
             with formatter.section(title):
                 formatter.write_dl(records)
+
+
+def check_together(context: click.Context) -> None:
+    """Check the options of `join` or `bootstrap` for those that have no effect without another one. Raises:
+    UsageError."""
+    if is_typed(context, "metrics_host") and context.params["metrics_port"] is None:
+        raise click.UsageError("--metrics-host is the address of metrics: give --metrics-port N, too.", context)
 
 
 def is_typed(context: click.Context, name: str) -> bool:

@@ -199,6 +199,14 @@ def test_no_unit_is_written_for_what_cannot_be_typed(
     assert not (tmp_path / "systemd").exists()
 
 
+def test_no_unit_is_written_for_options_that_bootstrap_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: the unit was written, and ended at once."""
+    monkeypatch.setattr(machine, "_HIDDEN", ())
+    refused = CliRunner().invoke(main, ["service", "install", "--system", "--print", "--max-disk", "10"])
+    assert refused.exit_code == 2
+    assert "give --archive FOLDER, too. See `main service install --help`" in refused.output
+
+
 def test_a_unit_of_the_operator_is_not_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Regression: it was overwritten without a word."""
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))

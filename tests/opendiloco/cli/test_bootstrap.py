@@ -191,10 +191,12 @@ def test_a_node_that_cannot_start_does_not_print_where_it_is(monkeypatch: pytest
         ["--listen", "/ip4/0.0.0.0"],
         ["--initial-peer", "/ip4/192.0.2.1/tcp/1"],
         ["--max-disk", "10"],
+        ["--metrics-host", "0.0.0.0"],
+        ["--relay-limit", "8", "--no-relay"],
     ],
 )
 def test_a_wrong_option_is_wrong_usage(tmp_path: Path, wrong: list[str]) -> None:
-    """Regression: a malformed address ended with 3, and --max-disk without an archive was ignored."""
+    """Regression: a malformed address ended with 3, and options that had no effect were ignored."""
     refused = CliRunner().invoke(main, ["bootstrap", "--identity", str(tmp_path / "key.pem"), *wrong])
     assert refused.exit_code == 2
     assert wrong[0] in refused.output

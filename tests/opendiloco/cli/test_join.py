@@ -44,6 +44,16 @@ def test_the_invite_may_stand_alone(typed: list[str]) -> None:
     assert CliRunner().invoke(show, ["INVITE", "AGAIN"]).exit_code == 2
 
 
+@pytest.mark.parametrize("command", ["join", "doctor"])
+def test_an_address_of_metrics_needs_their_port(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: --metrics-host alone was ignored. In a configuration file it stands for any `join`."""
+    refused = CliRunner().invoke(main, [command, "tiny-" + "a" * 32, "--metrics-host", "0.0.0.0"])
+    assert refused.exit_code == 2
+    assert "--metrics-host is the address of metrics: give --metrics-port N, too." in refused.output
+    monkeypatch.setenv("DILOCO_METRICS_HOST", "0.0.0.0")
+    assert "--metrics-host" not in CliRunner().invoke(main, [command, "tiny"]).output
+
+
 def test_a_volunteer_whose_key_is_in_use_does_not_print_where_its_metrics_are(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
