@@ -65,7 +65,7 @@ class _BootstrapCommand(click.Command):
         rest = super().parse_args(ctx, args)
         if ctx.resilient_parsing:  # the shell completes an unfinished command line
             return rest
-        check_together(ctx)
+        check_together(ctx, (f"/ip4/0.0.0.0/tcp/{LIBP2P_PORT}",))
         if ctx.params["max_disk"] is not None and ctx.params["archive"] is None:
             raise click.UsageError("--max-disk limits an archive: give --archive FOLDER, too.", ctx)
         if ctx.params["no_relay"] and is_typed(ctx, "relay_limit"):
@@ -227,7 +227,9 @@ def _show_addresses(addresses: tuple[str, ...], are_announced: bool = False) -> 
     over_ipv4 = [address for address in addresses if address.startswith("/ip4/") and not _are_here((address,))]
     hosts = [host_of(address) or "" for address in over_ipv4 or addresses]
     if where == "any" and not are_announced and all(is_numeric(host) and not is_public(host) for host in hosts):
-        click.echo("It has no public IPv4 address. For peers in other networks, start this node again with its public one:")
+        click.echo(
+            "It has no public IPv4 address. For peers in other networks, start this node again with its public one:"
+        )
         port = "/".join((over_ipv4 or addresses)[0].partition("/p2p/")[0].split("/")[3:])  # such as tcp/31337
         click.echo(f"  --announce /ip4/PUBLIC-ADDRESS/{port}")
     click.echo(f"To start a run, type on {where} machine, in an environment with torch")

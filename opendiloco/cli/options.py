@@ -8,8 +8,9 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
+from itertools import combinations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
 
@@ -36,6 +37,8 @@ JOIN = {setting.name: setting for section in JoinSettings.SECTIONS for setting i
 """The settings of `join` by name, in the order of its help."""
 INITIAL_PEERS = JOIN["initial_peers"].variable
 HOW_TO_FIND_A_RUN = "Ask its organiser for an invite; `diloco-peer runs` lists the runs that a bootstrap node knows."
+ANY_PORT, EVERYWHERE = ("/ip4/0.0.0.0/tcp/0",), {"0.0.0.0", "::"}
+LISTENER = re.compile(r"/\w+/(?P<host>[^/]+)/tcp/(?P<port>\d+)")
 NAMED_NODE = re.compile(r"^(?P<peer>12D3KooW\w+)@(?P<host>[A-Za-z0-9.-]+)$")
 
 
@@ -141,11 +144,26 @@ class SettingsCommand(RunCommand):
                 formatter.write_dl(records)
 
 
-def check_together(context: click.Context) -> None:
-    """Check the options of `join` or `bootstrap` for those that have no effect without another one. Raises:
-    UsageError."""
+def check_together(context: click.Context, default_listen: Sequence[str] = ANY_PORT) -> None:
+    """Check the options of `join` or `bootstrap` for those that have no effect without another one, and for two that
+    have the same port. Raises: UsageError."""
     if is_typed(context, "metrics_host") and context.params["metrics_port"] is None:
         raise click.UsageError("--metrics-host is the address of metrics: give --metrics-port N, too.", context)
+    for (one, here, port), (other, there, same) in combinations(tcp_ports(context.params, default_listen), 2):
+        if one != other and port == same != 0 and (here == there or EVERYWHERE & {here, there}):
+            raise click.UsageError(f"{one} and {other} both have port {port}: choose another for one of them.", context)
+
+
+def tcp_ports(values: Mapping[str, Any], default_listen: Sequence[str] = ANY_PORT) -> list[tuple[str, str, int]]:
+    """Return the TCP ports in the options of `join` or `bootstrap`, 0 for any port, each after its option and host."""
+    found = filter(None, map(LISTENER.match, values["listen"] or default_listen))
+    ports = [("--listen", match["host"], int(match["port"])) for match in found]
+    ports += [("--data-port", host, values["data_port"]) for _, host, _ in ports]
+    if values["metrics_port"] is not None:
+        ports.append(("--metrics-port", values["metrics_host"], values["metrics_port"]))
+    with suppress(ValueError):  # `join` reports a malformed address later
+        ports += [("--dashboard", *split_address(values["dashboard"]))] if values["dashboard"] else []
+    return ports
 
 
 def is_typed(context: click.Context, name: str) -> bool:

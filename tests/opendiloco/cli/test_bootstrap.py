@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import fcntl
 import re
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 from click.testing import CliRunner
 
 import peers.network.bootstrap
 from opendiloco.cli import main
-from opendiloco.cli.bootstrap import _show_addresses, _tell_local_network
+from opendiloco.cli.bootstrap import _show_addresses, _tell_local_network, bootstrap
 from peers import metrics
 from peers.errors import LocalNetworkError
 from peers.network.links import LinkSettings
@@ -201,3 +203,26 @@ def test_a_wrong_option_is_wrong_usage(tmp_path: Path, wrong: list[str]) -> None
     assert refused.exit_code == 2
     assert wrong[0] in refused.output
     assert not (tmp_path / "key.pem").exists()
+
+
+@pytest.mark.parametrize(
+    ("typed", "both"),
+    [
+        (
+            ["--listen", "/ip4/0.0.0.0/tcp/31405", "--data-port", "31405"],
+            "--listen and --data-port both have port 31405",
+        ),
+        (["--listen", "/ip6/::1/tcp/31338"], "--listen and --data-port both have port 31338"),
+        (["--data-port", "31337"], "--listen and --data-port both have port 31337"),
+        (["--metrics-port", "31338"], "--data-port and --metrics-port both have port 31338"),
+        (["--metrics-port", "80", "--dashboard", "127.0.0.1:80"], "--metrics-port and --dashboard both have port 80"),
+        (["--listen", "/ip4/10.0.0.5/tcp/80", "--dashboard", "127.0.0.1:80"], None),
+        (["--listen", "/ip4/0.0.0.0/udp/31338/quic"], None),
+        (["--listen", "/ip4/0.0.0.0/tcp/0", "--data-port", "0", "--metrics-port", "0"], None),
+    ],
+)
+def test_two_options_with_one_port_are_both_named(typed: list[str], both: str | None) -> None:
+    """Regression: the port was said to be in use by another program."""
+    expected = pytest.raises(click.UsageError, match=f"{both}: choose another for") if both else nullcontext()
+    with expected:
+        bootstrap.make_context("bootstrap", ["--identity", "key.pem", *typed])

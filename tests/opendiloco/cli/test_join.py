@@ -54,6 +54,14 @@ def test_an_address_of_metrics_needs_their_port(command: str, monkeypatch: pytes
     assert "--metrics-host" not in CliRunner().invoke(main, [command, "tiny"]).output
 
 
+def test_two_options_of_a_volunteer_with_one_port_are_both_named() -> None:
+    typed = ["join", "tiny-" + "a" * 32, "--data-port", "8080", "--dashboard"]
+    refused = CliRunner().invoke(main, [*typed, "127.0.0.1:8080"])
+    assert refused.exit_code == 2
+    assert "--data-port and --dashboard both have port 8080: choose another for one of them." in refused.output
+    assert "is not HOST:PORT" in CliRunner().invoke(main, [*typed, "8080"]).output
+
+
 def test_a_volunteer_whose_key_is_in_use_does_not_print_where_its_metrics_are(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
