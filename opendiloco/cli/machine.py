@@ -305,7 +305,8 @@ def _install(system: bool, prints: bool, arguments: tuple[str, ...]) -> None:
         if any(Path(place).is_relative_to(folder) for folder in _HIDDEN):
             refusal = MachineError(
                 f"the unit's user could not read {place}: nothing below {', '.join(_HIDDEN)}.",
-                "Install diloco-peer elsewhere, such as in a virtual environment /opt/diloco-peer, and run that one.",
+                "Install diloco-peer in a virtual environment such as /opt/diloco-peer, made with a Python that all "
+                "users can read, such as /usr/bin/python3, and run that one.",
             )
             if not prints:
                 raise refusal
