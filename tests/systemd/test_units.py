@@ -207,6 +207,15 @@ def test_no_unit_is_written_for_options_that_bootstrap_refuses(monkeypatch: pyte
     assert "give --archive FOLDER, too. See `main service install --help`" in refused.output
 
 
+def test_what_the_units_user_may_not_use_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: the unit was written without a word, and ended at once."""
+    monkeypatch.setattr(machine, "_HIDDEN", ())
+    typed = ["service", "install", "--system", "--print", "--archive"]
+    assert not CliRunner().invoke(main, [*typed, "archive", "--directory", "/var/lib/diloco-bootstrap/runs"]).stderr
+    warned = CliRunner().invoke(main, [*typed, "/srv/archive", "--data-port", "443"])
+    assert warned.stderr.startswith("warning: the unit's user may not use port 443, /srv/archive. Choose ports from")
+
+
 def test_a_unit_of_the_operator_is_not_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Regression: it was overwritten without a word."""
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
