@@ -63,6 +63,12 @@ class FullDiskError(IdentityFileError):
     exit_code = 6
 
 
+class FolderError(LocalNetworkError):
+    """A folder on this machine that cannot be written to, so that a person must name another one or free space."""
+
+    exit_code = 6
+
+
 class InUseError(LocalNetworkError):
     """A port, identity file or archive that another program on this machine uses; a person must choose another one."""
 

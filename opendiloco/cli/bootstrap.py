@@ -16,7 +16,9 @@ from opendiloco.cli.options import (
     FILE,
     FOLDER,
     JOIN,
+    check_together,
     dashboard_option,
+    is_typed,
     join_option,
     open_dashboard,
     show_dashboard,
@@ -56,7 +58,22 @@ def _check_addresses(addresses: tuple[str, ...], are_own: bool = True) -> None:
         raise ValueError(str(error)) from error
 
 
-@click.command()
+class _BootstrapCommand(click.Command):
+    """The command, which refuses options that contradict each other; `service install` parses them, too."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        rest = super().parse_args(ctx, args)
+        if ctx.resilient_parsing:  # the shell completes an unfinished command line
+            return rest
+        check_together(ctx, (f"/ip4/0.0.0.0/tcp/{LIBP2P_PORT}",))
+        if ctx.params["max_disk"] is not None and ctx.params["archive"] is None:
+            raise click.UsageError("--max-disk limits an archive: give --archive FOLDER, too.", ctx)
+        if ctx.params["no_relay"] and is_typed(ctx, "relay_limit"):
+            raise click.UsageError("--no-relay relays no data: leave out --relay-limit, or --no-relay.", ctx)
+        return rest
+
+
+@click.command(cls=_BootstrapCommand)
 @click.option(
     "--identity", required=True, type=FILE, help="Key file; created if it is missing. It fixes the node's address."
 )
@@ -143,8 +160,6 @@ def bootstrap(
     if unread := unread_variables(os.environ, read):
         logger.warning("a bootstrap node does not read %s: give options instead", ", ".join(unread))
     links = LinkSettings(data_port, None if no_relay else relay_limit)
-    if max_disk is not None and archive is None:
-        raise click.UsageError("--max-disk limits an archive: give --archive FOLDER, too.")
     server = None if metrics_port is None else MetricsServer(metrics_port, metrics_host, NODE_METRICS)
     shown = [read_ticket(ticket) for ticket in tickets]
     listening = open_dashboard(dashboard)
@@ -212,7 +227,9 @@ def _show_addresses(addresses: tuple[str, ...], are_announced: bool = False) -> 
     over_ipv4 = [address for address in addresses if address.startswith("/ip4/") and not _are_here((address,))]
     hosts = [host_of(address) or "" for address in over_ipv4 or addresses]
     if where == "any" and not are_announced and all(is_numeric(host) and not is_public(host) for host in hosts):
-        click.echo("It has no public IPv4 address. For peers in other networks add, with the public address,")
+        click.echo(
+            "It has no public IPv4 address. For peers in other networks, start this node again with its public one:"
+        )
         port = "/".join((over_ipv4 or addresses)[0].partition("/p2p/")[0].split("/")[3:])  # such as tcp/31337
         click.echo(f"  --announce /ip4/PUBLIC-ADDRESS/{port}")
     click.echo(f"To start a run, type on {where} machine, in an environment with torch")

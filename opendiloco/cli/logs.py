@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import json
 import logging
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
@@ -17,6 +19,7 @@ from opendiloco.errors import MachineError, fit_for_terminal
 from peers.errors import remedy_for
 from peers.presence.allowances import Allowance
 
+logger = logging.getLogger(__name__)
 FORMAT = "%(asctime)s %(levelname)-7s %(message)s"
 FORMAT_WITH_PLACE = "%(asctime)s %(levelname)-7s %(place)s%(message)s"
 OURS = ("opendiloco", "peers")
@@ -116,6 +119,28 @@ class _PlainFormatter(logging.Formatter):
         return fit_for_terminal(super().format(record).replace("\t", "    "))
 
 
+class _LogFile(RotatingFileHandler):
+    """The file of --log-file. If a line cannot be written to it, that line and all later ones go to stderr."""
+
+    _instead: logging.Handler | None = None
+
+    def emit(self, record: logging.LogRecord) -> None:
+        (self._instead.emit if self._instead else super().emit)(record)
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
+        error = sys.exc_info()[1]
+        if not isinstance(error, OSError):
+            super().handleError(record)
+            return
+        with suppress(OSError):  # closing writes the rest of the buffer
+            self.close()
+        self._instead = logging.StreamHandler()
+        self._instead.setFormatter(self.formatter)
+        remedy = remedy_for(error, "Name another one with --log-file.")
+        logger.error("cannot log to %s: %s, so the log goes on here. %s", self.baseFilename, error.strerror, remedy)
+        self._instead.emit(record)
+
+
 @dataclass(frozen=True)
 class LogOptions:
     """The values of the logging options. If `level` is None, the command chooses the level; if `file` is None, log
@@ -135,7 +160,7 @@ class LogOptions:
         if self.file is not None:
             path = self.file.expanduser()
             try:
-                handler = RotatingFileHandler(path, encoding="utf-8", maxBytes=FILE_BYTES, backupCount=OLD_FILES)
+                handler = _LogFile(path, encoding="utf-8", maxBytes=FILE_BYTES, backupCount=OLD_FILES)
             except OSError as error:
                 reason = error.strerror or str(error)
                 raise MachineError(

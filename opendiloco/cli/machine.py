@@ -27,6 +27,7 @@ from opendiloco.cli.options import (
     join_settings,
     parse_run,
     refuse_torchrun,
+    tcp_ports,
 )
 from opendiloco.errors import MachineError
 from opendiloco.settings.join_settings import (
@@ -305,7 +306,8 @@ def _install(system: bool, prints: bool, arguments: tuple[str, ...]) -> None:
         if any(Path(place).is_relative_to(folder) for folder in _HIDDEN):
             refusal = MachineError(
                 f"the unit's user could not read {place}: nothing below {', '.join(_HIDDEN)}.",
-                "Install diloco-peer elsewhere, such as in a virtual environment /opt/diloco-peer, and run that one.",
+                "Install diloco-peer in a virtual environment such as /opt/diloco-peer, made with a Python that all "
+                "users can read, such as /usr/bin/python3, and run that one.",
             )
             if not prints:
                 raise refusal
@@ -315,6 +317,13 @@ def _install(system: bool, prints: bool, arguments: tuple[str, ...]) -> None:
         remedy = "Install diloco-peer again, without --no-deps."
         click.echo(f"warning: `join` needs the Python package torch, which is not installed here. {remedy}", err=True)
     name = "diloco-bootstrap" if system else "diloco-volunteer"
+    if system:
+        low = [f"port {port}" for _, _, port in tcp_ports(checked.params) if 0 < port < 1024]
+        paths = filter(None, map(checked.params.get, ("identity", "directory", "archive")))
+        outside = [str(path) for path in paths if not Path("/var/lib", name, path).is_relative_to(f"/var/lib/{name}")]
+        if forbidden := ", ".join((*low, *outside)):
+            remedy = f"Choose ports from 1024 on, and paths in /var/lib/{name}."
+            click.echo(f"warning: the unit's user may not use {forbidden}. {remedy}", err=True)
     folder = Path("/etc/systemd/system") if system else default_settings_path().parents[1] / "systemd" / "user"
     own = f"DynamicUser=yes\nStateDirectory={name}\nWorkingDirectory=%S/{name}\nEnvironment=HOME=%S/{name}"
     unit = _SERVICE.format(

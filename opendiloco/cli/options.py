@@ -6,10 +6,12 @@ The first of these that has a value counts: the command line, the environment, t
 from __future__ import annotations
 
 import functools
+import logging
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
+from itertools import combinations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
 
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
     from peers.values.manifest import Invite
 
 
+logger = logging.getLogger(__name__)
 Command = TypeVar("Command", bound=Callable[..., Any])
 FILE_KEY = "opendiloco.settings.file"
 PATH_KEY = "opendiloco.settings.path"
@@ -36,6 +39,8 @@ JOIN = {setting.name: setting for section in JoinSettings.SECTIONS for setting i
 """The settings of `join` by name, in the order of its help."""
 INITIAL_PEERS = JOIN["initial_peers"].variable
 HOW_TO_FIND_A_RUN = "Ask its organiser for an invite; `diloco-peer runs` lists the runs that a bootstrap node knows."
+ANY_PORT, EVERYWHERE = ("/ip4/0.0.0.0/tcp/0",), {"0.0.0.0", "::"}
+LISTENER = re.compile(r"/\w+/(?P<host>[^/]+)/tcp/(?P<port>\d+)")
 NAMED_NODE = re.compile(r"^(?P<peer>12D3KooW\w+)@(?P<host>[A-Za-z0-9.-]+)$")
 
 
@@ -123,6 +128,12 @@ class SettingsCommand(RunCommand):
     """A command with an option for each setting of `join`. Its help divides the options into sections, as the reference
     page does."""
 
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        rest = super().parse_args(ctx, args)
+        if not ctx.resilient_parsing:
+            check_together(ctx)
+        return rest
+
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         titles = {setting.name: part.TITLE for part in JoinSettings.SECTIONS for setting in settings_of(part)}
         rows: dict[str, list[tuple[str, str]]] = {}
@@ -133,6 +144,28 @@ class SettingsCommand(RunCommand):
         for title, records in rows.items():
             with formatter.section(title):
                 formatter.write_dl(records)
+
+
+def check_together(context: click.Context, default_listen: Sequence[str] = ANY_PORT) -> None:
+    """Check the options of `join` or `bootstrap` for those that have no effect without another one, and for two that
+    have the same port. Raises: UsageError."""
+    if is_typed(context, "metrics_host") and context.params["metrics_port"] is None:
+        raise click.UsageError("--metrics-host is the address of metrics: give --metrics-port N, too.", context)
+    for (one, here, port), (other, there, same) in combinations(tcp_ports(context.params, default_listen), 2):
+        if one != other and port == same != 0 and (here == there or EVERYWHERE & {here, there}):
+            raise click.UsageError(f"{one} and {other} both have port {port}: choose another for one of them.", context)
+
+
+def tcp_ports(values: Mapping[str, Any], default_listen: Sequence[str] = ANY_PORT) -> list[tuple[str, str, int]]:
+    """Return the TCP ports in the options of `join` or `bootstrap`, 0 for any port, each after its option and host."""
+    found = filter(None, map(LISTENER.match, values["listen"] or default_listen))
+    ports = [("--listen", match["host"], int(match["port"])) for match in found]
+    ports += [("--data-port", host, values["data_port"]) for _, host, _ in ports]
+    if values["metrics_port"] is not None:
+        ports.append(("--metrics-port", values["metrics_host"], values["metrics_port"]))
+    with suppress(ValueError):  # `join` reports a malformed address later
+        ports += [("--dashboard", *split_address(values["dashboard"]))] if values["dashboard"] else []
+    return ports
 
 
 def is_typed(context: click.Context, name: str) -> bool:
@@ -279,12 +312,15 @@ def open_dashboard(address: str | None) -> socket.socket | None:
     return bind(split_address(address))
 
 
-def show_dashboard(listening: socket.socket | None) -> None:
-    """Print the URL of the dashboard on this socket, unless it is None."""
+def show_dashboard(listening: socket.socket | None, say: Callable[[str], None] | None = None) -> None:
+    """Log the URL of the dashboard on this socket, unless it is None. Show it with `say`, too, if that is given."""
     if listening is not None:
         from opendiloco.dashboard.server import url_of
 
-        click.echo(f"The dashboard is at {url_of(listening)}", err=True)
+        text = f"The dashboard is at {url_of(listening)}"
+        logger.info("%s", text)
+        if say is not None:
+            say(text)
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from peers import metrics
-from peers.errors import LocalNetworkError, ManifestError, SwarmUnreachableError
+from peers.errors import FolderError, ManifestError, SwarmUnreachableError
 from peers.metrics import HEALTH
 from peers.network.channel import PeerUnreachableError, RefusalError
 from peers.network.daemon import NETWORK_ERRORS, peer_id_of
@@ -147,7 +147,7 @@ class _BootstrapNode:
                 self._failures.forget(run)
         except ManifestError as error:
             raise RefusalError(printable(error.message)) from error
-        except LocalNetworkError as error:
+        except FolderError as error:
             logger.error("the manifest of run %s cannot be stored on disk: %s", manifest.run_id, error)
             raise RefusalError("the node's disk takes no manifest now; its operator can see why") from error
         self._learn(manifest)

@@ -190,17 +190,20 @@ def parse_addresses(addresses: Sequence[str], needs_peer_id: bool) -> list[Any]:
     """Return addresses as hivemind's Multiaddr objects. Raises: ManifestError naming the first malformed address."""
     parsed = []
     for address in addresses:
+        problem = "is not a multiaddress"
         try:
             multiaddress = HIVEMIND.multiaddr.Multiaddr(address)
-            if needs_peer_id and not is_peer_id(multiaddress["p2p"]):
-                raise ValueError("its peer id is not that of an Ed25519 key")
+            if needs_peer_id:
+                problem = "lacks the node's peer id, /p2p/12D3KooW…, at its end"
+                if not is_peer_id(multiaddress["p2p"]):
+                    raise ValueError("not the peer id of an Ed25519 key")
         except ImportError:
             raise  # an ImportError means a broken installation, not a malformed address
         except Exception as error:  # the parser raises a dozen kinds of errors for malformed addresses
             example = "/ip4/203.0.113.5/tcp/31337" + ("/p2p/12D3KooW…" if needs_peer_id else "")
             whole = " If it is an invite's, the invite may be cut off: copy it whole." if needs_peer_id else ""
             raise ManifestError(
-                f"{quoted(address, 200)} is not a multiaddress.", f"It looks like {example}.{whole}"
+                f"{quoted(address, 200)} {problem}.", f"A whole address looks like {example}.{whole}"
             ) from error
         parsed.append(multiaddress)
     return parsed

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from peers import metrics
-from peers.errors import LocalNetworkError
+from peers.errors import FolderError, remedy_for
 from peers.network.channel import RefusalError
 from peers.values.manifest import SignedManifest
 from peers.values.system import make_private_folder, write_whole
@@ -48,7 +48,7 @@ class ManifestStore:
     def __init__(self, directory: Path, check: Callable[[SignedManifest], object] = lambda manifest: None) -> None:
         """Create the directory if it is missing, and read from which network each of its runs was announced.
 
-        Raises: LocalNetworkError if that fails.
+        Raises: FolderError if that fails.
         """
         self._directory = directory
         self._check = check
@@ -105,7 +105,7 @@ class ManifestStore:
         """Store a manifest in a file, as a whole or not at all. Return the ids of runs that were deleted to make room.
 
         `network` is the one from which it was announced. For a known run nothing changes.
-        Raises: ManifestError when the check fails; RefusalError when there is no room; LocalNetworkError.
+        Raises: ManifestError when the check fails; RefusalError when there is no room; FolderError.
         """
         if self.knows(manifest.run_id):
             return []
@@ -204,8 +204,8 @@ class ManifestStore:
                 gauge.remove(run_id)
         logger.info("forgot the run %s: no peer uses it", run_id)
 
-    def _unusable(self, error: OSError) -> LocalNetworkError:
-        return LocalNetworkError(
+    def _unusable(self, error: OSError) -> FolderError:
+        return FolderError(
             f"cannot keep manifests in {self._directory}: {error.strerror or error}.",
-            "Name a directory that this user may write to, with some space left.",
+            remedy_for(error, "Name a folder that you may write to with --directory."),
         )

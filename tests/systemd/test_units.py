@@ -157,7 +157,7 @@ def test_a_unit_of_the_machine_does_not_run_what_its_user_cannot_read(monkeypatc
         printed = CliRunner().invoke(main, ["service", "install", "--system", "--print"])
         assert printed.exit_code == 0, printed.output
         assert printed.stdout.startswith("# Written by"), "a warning does not spoil the unit"
-        assert ("in a virtual environment /opt/diloco-peer" in printed.stderr) is (code == 6)
+        assert ("made with a Python that all users can read, such as /usr/bin/python3" in printed.stderr) is (code == 6)
         if code:
             assert CliRunner().invoke(main, ["service", "install", "--system"]).exit_code == code
 
@@ -197,6 +197,23 @@ def test_no_unit_is_written_for_what_cannot_be_typed(
     assert done.exit_code == code
     assert ("service install" in done.output) is (code == 2), "not the usage of `join`"
     assert not (tmp_path / "systemd").exists()
+
+
+def test_no_unit_is_written_for_options_that_bootstrap_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: the unit was written, and ended at once."""
+    monkeypatch.setattr(machine, "_HIDDEN", ())
+    refused = CliRunner().invoke(main, ["service", "install", "--system", "--print", "--max-disk", "10"])
+    assert refused.exit_code == 2
+    assert "give --archive FOLDER, too. See `main service install --help`" in refused.output
+
+
+def test_what_the_units_user_may_not_use_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: the unit was written without a word, and ended at once."""
+    monkeypatch.setattr(machine, "_HIDDEN", ())
+    typed = ["service", "install", "--system", "--print", "--archive"]
+    assert not CliRunner().invoke(main, [*typed, "archive", "--directory", "/var/lib/diloco-bootstrap/runs"]).stderr
+    warned = CliRunner().invoke(main, [*typed, "/srv/archive", "--data-port", "443"])
+    assert warned.stderr.startswith("warning: the unit's user may not use port 443, /srv/archive. Choose ports from")
 
 
 def test_a_unit_of_the_operator_is_not_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

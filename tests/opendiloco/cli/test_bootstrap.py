@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import fcntl
 import re
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 from click.testing import CliRunner
 
 import peers.network.bootstrap
 from opendiloco.cli import main
-from opendiloco.cli.bootstrap import _show_addresses, _tell_local_network
+from opendiloco.cli.bootstrap import _show_addresses, _tell_local_network, bootstrap
 from peers import metrics
 from peers.errors import LocalNetworkError
 from peers.network.links import LinkSettings
@@ -87,7 +89,8 @@ def test_a_node_without_a_public_address_names_the_option(
     """Regression: a public IPv6 address hid that IPv4 had none; and the option was named after it was given."""
     for is_given in (False, True):
         _show_addresses(tuple(f"/{host}/tcp/1/p2p/a" for host in hosts), is_given)
-        named = "--announce /ip4/PUBLIC-ADDRESS/tcp/1\n" in capsys.readouterr().out
+        shown = capsys.readouterr().out
+        named = "start this node again with its public one:\n  --announce /ip4/PUBLIC-ADDRESS/tcp/1\n" in shown
         assert named is (is_warned and not is_given)
 
 
@@ -166,7 +169,8 @@ def test_an_archive_that_another_node_uses_is_refused(monkeypatch: pytest.Monkey
 
 
 def test_a_node_that_cannot_start_does_not_print_where_it_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Regression: it printed where its dashboard, metrics and archive were, and then that a port was in use."""
+    """Regression: it printed where its dashboard, metrics and archive were, and then that a port was in use; and the
+    dashboard's line stood bare among JSON objects."""
 
     async def run_bootstrap(*arguments: Any) -> None:
         if not is_free:
@@ -176,8 +180,10 @@ def test_a_node_that_cannot_start_does_not_print_where_it_is(monkeypatch: pytest
     monkeypatch.setattr(peers.network.bootstrap, "run_bootstrap", run_bootstrap)
     parts = ("--dashboard", "127.0.0.1:0", "--metrics-port", "0", "--archive", str(tmp_path / "archive"))
     for is_free in (False, True):
-        done = CliRunner().invoke(main, ["bootstrap", "--identity", str(tmp_path / "key.pem"), *parts])
+        typed = ["--log-format", "json", "bootstrap", "--identity", str(tmp_path / "key.pem"), *parts]
+        done = CliRunner().invoke(main, typed)
         assert done.exit_code == (0 if is_free else 5)
+        assert all(line.startswith("{") for line in done.stderr.splitlines() if is_free)
         for line in ("The dashboard is at", "metrics are at", "The archive is in"):
             assert (line in done.output) is is_free
 
@@ -190,11 +196,36 @@ def test_a_node_that_cannot_start_does_not_print_where_it_is(monkeypatch: pytest
         ["--listen", "/ip4/0.0.0.0"],
         ["--initial-peer", "/ip4/192.0.2.1/tcp/1"],
         ["--max-disk", "10"],
+        ["--metrics-host", "0.0.0.0"],
+        ["--relay-limit", "8", "--no-relay"],
     ],
 )
 def test_a_wrong_option_is_wrong_usage(tmp_path: Path, wrong: list[str]) -> None:
-    """Regression: a malformed address ended with 3, and --max-disk without an archive was ignored."""
+    """Regression: a malformed address ended with 3, and options that had no effect were ignored."""
     refused = CliRunner().invoke(main, ["bootstrap", "--identity", str(tmp_path / "key.pem"), *wrong])
     assert refused.exit_code == 2
     assert wrong[0] in refused.output
     assert not (tmp_path / "key.pem").exists()
+
+
+@pytest.mark.parametrize(
+    ("typed", "both"),
+    [
+        (
+            ["--listen", "/ip4/0.0.0.0/tcp/31405", "--data-port", "31405"],
+            "--listen and --data-port both have port 31405",
+        ),
+        (["--listen", "/ip6/::1/tcp/31338"], "--listen and --data-port both have port 31338"),
+        (["--data-port", "31337"], "--listen and --data-port both have port 31337"),
+        (["--metrics-port", "31338"], "--data-port and --metrics-port both have port 31338"),
+        (["--metrics-port", "80", "--dashboard", "127.0.0.1:80"], "--metrics-port and --dashboard both have port 80"),
+        (["--listen", "/ip4/10.0.0.5/tcp/80", "--dashboard", "127.0.0.1:80"], None),
+        (["--listen", "/ip4/0.0.0.0/udp/31338/quic"], None),
+        (["--listen", "/ip4/0.0.0.0/tcp/0", "--data-port", "0", "--metrics-port", "0"], None),
+    ],
+)
+def test_two_options_with_one_port_are_both_named(typed: list[str], both: str | None) -> None:
+    """Regression: the port was said to be in use by another program."""
+    expected = pytest.raises(click.UsageError, match=f"{both}: choose another for") if both else nullcontext()
+    with expected:
+        bootstrap.make_context("bootstrap", ["--identity", "key.pem", *typed])

@@ -148,3 +148,13 @@ def test_a_file_is_renamed_when_it_is_full(tmp_path: Path, monkeypatch: pytest.M
         logger.info("line %d", number)
     assert {path.name for path in tmp_path.iterdir()} == {"log", "log.1", "log.2", "log.3"}
     assert "line 39" in (tmp_path / "log").read_text()
+
+
+def test_a_log_goes_on_at_stderr_when_its_file_cannot_be_written(capsys: pytest.CaptureFixture[str]) -> None:
+    """Regression: each line became a traceback."""
+    LogOptions(None, Path("/dev/full"), is_json=True).start("info")
+    for number in range(3):
+        logger.info("line %d", number)
+    first, *lines = [json.loads(line)["message"] for line in capsys.readouterr().err.splitlines()]
+    assert first.startswith("cannot log to /dev/full: No space left on device, so the log goes on here. Free some")
+    assert lines == ["line 0", "line 1", "line 2"]

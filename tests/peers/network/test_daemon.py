@@ -48,6 +48,15 @@ def test_an_address_that_is_cut_off_points_at_the_invite() -> None:
         parse_addresses([address[:-1]], needs_peer_id=True)
 
 
+@pytest.mark.parametrize("end", ["", "/p2p/QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"])
+def test_an_address_without_a_nodes_peer_id_is_said_to_lack_it(end: str) -> None:
+    """Regression: it was said to be no multiaddress."""
+    with pytest.raises(ManifestError, match=r"tcp/1.*' lacks the node's peer id, /p2p/12D3KooW…, at its end\."):
+        parse_addresses([f"/ip4/192.0.2.1/tcp/1{end}"], needs_peer_id=True)
+    with pytest.raises(ManifestError, match=r"'example\.org' is not a multiaddress"):
+        parse_addresses(["example.org"], needs_peer_id=True)
+
+
 def test_a_silent_node_can_be_replaced_in_an_invite_or_on_the_command_line() -> None:
     """`DiLoCo` has the invite only."""
     assert "in the invite after @ or with --initial-peer" in unreachable(["/ip4/192.0.2.1/tcp/1"]).remedy

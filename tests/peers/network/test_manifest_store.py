@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from peers.errors import LocalNetworkError, ManifestError
+from opendiloco.errors import MachineError
+from peers.errors import FolderError, ManifestError
 from peers.network import manifest_store
 from peers.network.channel import RefusalError
 from peers.network.manifest_store import MANIFEST_LIMIT, QUIET_LIMIT, REVOKED_SUFFIX, SIGNED_SUFFIX, ManifestStore
@@ -195,8 +196,16 @@ def test_what_fails_the_check_is_neither_taken_nor_read(tmp_path: Path, caplog: 
 def test_a_disk_that_takes_nothing_is_a_clear_error(tmp_path: Path) -> None:
     store = ManifestStore(tmp_path / "manifests")
     (tmp_path / "manifests").rmdir()
-    with pytest.raises(LocalNetworkError, match="cannot keep manifests in "):
+    with pytest.raises(FolderError, match="cannot keep manifests in "):
         store.add(FIRST, HERE)
+
+
+def test_a_folder_that_cannot_be_made_is_no_problem_of_the_network(tmp_path: Path) -> None:
+    """Regression: the exit code was that of a network problem, and systemd restarted the node for ever."""
+    (tmp_path / "file").touch()
+    with pytest.raises(FolderError, match=r"Not a directory\. Name a folder .* with --directory") as refused:
+        ManifestStore(tmp_path / "file" / "manifests")
+    assert refused.value.exit_code == MachineError.exit_code
 
 
 def test_what_archives_have_signed_is_kept_as_long_as_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
