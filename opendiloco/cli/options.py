@@ -6,7 +6,6 @@ The first of these that has a value counts: the command line, the environment, t
 from __future__ import annotations
 
 import functools
-import logging
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -30,7 +29,6 @@ if TYPE_CHECKING:
     from peers.values.manifest import Invite
 
 
-logger = logging.getLogger(__name__)
 Command = TypeVar("Command", bound=Callable[..., Any])
 FILE_KEY = "opendiloco.settings.file"
 PATH_KEY = "opendiloco.settings.path"
@@ -312,15 +310,12 @@ def open_dashboard(address: str | None) -> socket.socket | None:
     return bind(split_address(address))
 
 
-def show_dashboard(listening: socket.socket | None, say: Callable[[str], None] | None = None) -> None:
-    """Log the URL of the dashboard on this socket, unless it is None. Show it with `say`, too, if that is given."""
+def show_dashboard(listening: socket.socket | None) -> None:
+    """Print the URL of the dashboard on this socket, unless it is None."""
     if listening is not None:
         from opendiloco.dashboard.server import url_of
 
-        text = f"The dashboard is at {url_of(listening)}"
-        logger.info("%s", text)
-        if say is not None:
-            say(text)
+        click.echo(f"The dashboard is at {url_of(listening)}", err=True)
 
 
 @contextmanager
