@@ -150,7 +150,8 @@ def check_together(context: click.Context, default_listen: Sequence[str] = ANY_P
     if is_typed(context, "metrics_host") and context.params["metrics_port"] is None:
         raise click.UsageError("--metrics-host is the address of metrics: give --metrics-port N, too.", context)
     for (one, here, port), (other, there, same) in combinations(tcp_ports(context.params, default_listen), 2):
-        if one != other and port == same != 0 and (here == there or EVERYWHERE & {here, there}):
+        is_one_family = (":" in here) == (":" in there)  # sockets of both may have the same port
+        if one != other and port == same != 0 and (here == there or (EVERYWHERE & {here, there} and is_one_family)):
             raise click.UsageError(f"{one} and {other} both have port {port}: choose another for one of them.", context)
 
 
