@@ -64,7 +64,6 @@ def join(log: LogOptions, settings: JoinSettings) -> None:
     from opendiloco.owner.monthly import MonthlyTraffic
     from opendiloco.storage.run_folder import RunFolder
     from opendiloco.tools.doctor.machine import check_quickly
-    from opendiloco.view.progress import Screen
     from opendiloco.volunteer.identity import hold_identity
     from opendiloco.volunteer.interrupts import run_interruptible
     from peers.metrics import MetricsServer
@@ -80,7 +79,7 @@ def join(log: LogOptions, settings: JoinSettings) -> None:
     metrics = None if port is None else MetricsServer(port, settings.metrics_host)
     page = open_dashboard(settings.dashboard)
     with hold_identity(settings.identity) as key:
-        show_dashboard(page, view.say if isinstance(view, Screen) else None)  # a screen shows only warnings of the log
+        show_dashboard(page)
         if metrics is not None:
             metrics.log_address()
         PLACE.peer = key.peer_id

@@ -136,8 +136,9 @@ class _LogFile(RotatingFileHandler):
             self.close()
         self._instead = logging.StreamHandler()
         self._instead.setFormatter(self.formatter)
-        remedy = remedy_for(error, "Name another one with --log-file.")
-        logger.error("cannot log to %s: %s, so the log goes on here. %s", self.baseFilename, error.strerror, remedy)
+        remedy = f"{remedy_for(error, 'Name another one with --log-file.')} Then start again."
+        reason = error.strerror or error
+        logger.error("cannot log to %s: %s, so the log goes on here. %s", self.baseFilename, reason, remedy)
         self._instead.emit(record)
 
 

@@ -6,7 +6,6 @@ The first of these that has a value counts: the command line, the environment, t
 from __future__ import annotations
 
 import functools
-import logging
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -30,7 +29,6 @@ if TYPE_CHECKING:
     from peers.values.manifest import Invite
 
 
-logger = logging.getLogger(__name__)
 Command = TypeVar("Command", bound=Callable[..., Any])
 FILE_KEY = "opendiloco.settings.file"
 PATH_KEY = "opendiloco.settings.path"
@@ -152,7 +150,8 @@ def check_together(context: click.Context, default_listen: Sequence[str] = ANY_P
     if is_typed(context, "metrics_host") and context.params["metrics_port"] is None:
         raise click.UsageError("--metrics-host is the address of metrics: give --metrics-port N, too.", context)
     for (one, here, port), (other, there, same) in combinations(tcp_ports(context.params, default_listen), 2):
-        if one != other and port == same != 0 and (here == there or EVERYWHERE & {here, there}):
+        is_one_family = (":" in here) == (":" in there)  # sockets of both may have the same port
+        if one != other and port == same != 0 and (here == there or (EVERYWHERE & {here, there} and is_one_family)):
             raise click.UsageError(f"{one} and {other} both have port {port}: choose another for one of them.", context)
 
 
@@ -312,15 +311,12 @@ def open_dashboard(address: str | None) -> socket.socket | None:
     return bind(split_address(address))
 
 
-def show_dashboard(listening: socket.socket | None, say: Callable[[str], None] | None = None) -> None:
-    """Log the URL of the dashboard on this socket, unless it is None. Show it with `say`, too, if that is given."""
+def show_dashboard(listening: socket.socket | None) -> None:
+    """Print the URL of the dashboard on this socket, unless it is None."""
     if listening is not None:
         from opendiloco.dashboard.server import url_of
 
-        text = f"The dashboard is at {url_of(listening)}"
-        logger.info("%s", text)
-        if say is not None:
-            say(text)
+        click.echo(f"The dashboard is at {url_of(listening)}", err=True)
 
 
 @contextmanager

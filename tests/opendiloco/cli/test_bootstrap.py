@@ -169,8 +169,7 @@ def test_an_archive_that_another_node_uses_is_refused(monkeypatch: pytest.Monkey
 
 
 def test_a_node_that_cannot_start_does_not_print_where_it_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Regression: it printed where its dashboard, metrics and archive were, and then that a port was in use; and the
-    dashboard's line stood bare among JSON objects."""
+    """Regression: it printed where its dashboard, metrics and archive were, and then that a port was in use."""
 
     async def run_bootstrap(*arguments: Any) -> None:
         if not is_free:
@@ -180,10 +179,8 @@ def test_a_node_that_cannot_start_does_not_print_where_it_is(monkeypatch: pytest
     monkeypatch.setattr(peers.network.bootstrap, "run_bootstrap", run_bootstrap)
     parts = ("--dashboard", "127.0.0.1:0", "--metrics-port", "0", "--archive", str(tmp_path / "archive"))
     for is_free in (False, True):
-        typed = ["--log-format", "json", "bootstrap", "--identity", str(tmp_path / "key.pem"), *parts]
-        done = CliRunner().invoke(main, typed)
+        done = CliRunner().invoke(main, ["bootstrap", "--identity", str(tmp_path / "key.pem"), *parts])
         assert done.exit_code == (0 if is_free else 5)
-        assert all(line.startswith("{") for line in done.stderr.splitlines() if is_free)
         for line in ("The dashboard is at", "metrics are at", "The archive is in"):
             assert (line in done.output) is is_free
 

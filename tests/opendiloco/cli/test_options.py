@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -13,15 +12,7 @@ from click.testing import CliRunner, Result
 
 from opendiloco.cli import main
 from opendiloco.cli.bootstrap import bootstrap
-from opendiloco.cli.options import (
-    INITIAL_PEERS,
-    initial_peers_option,
-    parse_run,
-    refuse_torchrun,
-    run_here,
-    run_option,
-    show_dashboard,
-)
+from opendiloco.cli.options import INITIAL_PEERS, initial_peers_option, parse_run, refuse_torchrun, run_here, run_option
 from opendiloco.config.run_config import RunConfig
 from opendiloco.owner import controls
 from opendiloco.run import Run
@@ -198,13 +189,3 @@ def test_a_path_that_is_not_there_has_a_remedy() -> None:
     done = CliRunner().invoke(main, ["export", "--run", "tiny-x", "--out", "model", "--data", "/no/such/folder"])
     assert done.exit_code == 2
     assert "Invalid value for '--data': Path '/no/such/folder' does not exist. Give another path." in done.stderr
-
-
-def test_a_screen_shows_where_the_dashboard_is_beside_the_log(caplog: pytest.LogCaptureFixture) -> None:
-    said: list[str] = []
-    with socket.create_server(("127.0.0.1", 0)) as page, caplog.at_level("INFO", "opendiloco.cli.options"):
-        show_dashboard(page, said.append)
-        show_dashboard(page)
-    assert len(said) == 1
-    assert said[0].startswith("The dashboard is at http://127.0.0.1:")
-    assert caplog.messages == said * 2
