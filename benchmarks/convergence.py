@@ -56,6 +56,7 @@ SETTINGS = {
     ),
 }
 E3M0: dict[str, Any] = {"codec": {"kind": "e3m0"}}
+SPARSE_ALLOWED: dict[str, Any] = {"codec": {"contributions": ["int8", "e2m1", "sparse"]}}
 
 
 def muon(setting: TrainingSetup) -> dict[str, Any]:
@@ -107,9 +108,9 @@ def methods_of(setting: TrainingSetup) -> list[Method]:
         Method("4 replicas int8, two with half the steps", replicas=4, slow=2),
         Method("4 replicas int8, two late", replicas=4, late=2, changes={"rounds": {"policy": "asynchronous"}}),
         *(
-            Method(f"{FOUR}, {many} {kind}", replicas=4, thin=thin, format=format)
+            Method(f"{FOUR}, {many} {kind}", changes=changes, replicas=4, thin=thin, format=format)
             for many, thin in (("one", 1), ("three", 3))
-            for format, kind in enumerate(("e2m1", "sparse"), 1)
+            for format, kind, changes in ((1, "e2m1", {}), (2, "sparse", SPARSE_ALLOWED))
         ),
     ]
     # In all, the quick setting has fewer inner steps than one outer step of the other settings. H is therefore lowered

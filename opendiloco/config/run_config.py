@@ -42,8 +42,8 @@ from peers.values.signed_heads import KEYS_LIMIT
 SPARSE_ERROR_FEEDBACK = 0.95
 """Default error feedback of the sparse codec: SparseLoCo's (arXiv 2508.15706)."""
 THINNER: dict[str, tuple[str, ...]] = {"fp16": ("int8", "e2m1"), "int8": ("e2m1",)}
-"""Formats allowed by default for thin uplinks, by the run's codec. "sparse" is not among them: beside int8 it costs loss
-in short runs (docs/convergence.md)."""
+"""Formats allowed by default for thin uplinks, by the run's codec. "sparse" is not among them: beside int8 it costs
+loss in short runs (docs/convergence.md)."""
 BITS: dict[str, float] = {
     "fp16": 16,
     "int8": 8.04,

@@ -231,5 +231,5 @@ def test_what_a_run_takes_as_json() -> None:
     taken = json.loads(done.stdout)
     assert taken["parameters"] > 100_000
     assert {"gpu_memory", "main_memory", "main_memory_on_cpu", "disk", "traffic_each_way"} <= taken.keys()
-    assert list(taken["contributions"]) == ["int8", "e2m1", "sparse"]
+    assert list(taken["contributions"]) == ["int8", "e2m1"]
     assert taken["contributions"]["int8"] * 2 == taken["traffic_each_way"]

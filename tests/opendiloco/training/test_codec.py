@@ -60,7 +60,8 @@ def test_blocks_of_a_part_are_checked_with_its_own_length() -> None:
 
 def test_a_mean_of_contributions_in_other_formats_is_that_of_their_values() -> None:
     """Also chunk by chunk, in the order of the contributions."""
-    codec, draw, formats = BlockCodec.of(CodecSection(), VALUES), np.random.default_rng(1), (2, 0, 1)
+    codec = BlockCodec.of(CodecSection(contributions=("int8", "e2m1", "sparse")), VALUES)
+    draw, formats = np.random.default_rng(1), (2, 0, 1)
     weights, sent, total = (100.0, 50.0, 7.0), [], np.zeros(VALUES, np.float32)
     for format, weight in zip(formats, weights, strict=True):
         payload, values = Payload(codec.formats[format], VALUES), np.empty(VALUES, np.float32)
