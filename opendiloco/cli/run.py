@@ -232,17 +232,15 @@ def _warnings_last() -> Iterator[None]:
 
 def _next_lines(run: Run, invite: Invite, manifest: Path, identity: Path | None) -> Iterator[str]:
     """Yield lines with the next commands to type, on volunteers' machines and on the organiser's."""
-    from opendiloco.run import local_tables
+    from opendiloco.run import join_options, local_tables
     from peers.network.contacts import host_of, is_loopback
 
     folders, is_by_invitation = local_sources(run.config.data), run.manifest.is_by_invitation
     is_here = all(map(is_loopback, map(host_of, invite.addresses)))
     where = "this" if is_here else "any"
     yield f"To train in it, type on {where} machine:"
-    ticket = " --ticket TICKET" if is_by_invitation else ""
-    own = "".join(f" --{table} PATH" for table in local_tables(run.config))
-    yield f"  diloco-peer join --run {invite}{ticket}{' --data FOLDER' * len(folders)}{own}"
-    if own:
+    yield f"  diloco-peer join --run {invite}{join_options(run)}"
+    if local_tables(run.config):
         yield "Each PATH is a copy, on that machine, of this machine's model or tokenizer."
     if folders:
         each = "Each FOLDER" if len(folders) > 1 else "FOLDER"
