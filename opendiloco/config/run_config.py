@@ -305,8 +305,8 @@ class EvaluationSection(Section):
 
 
 class AboutSection(Section):
-    """Words for volunteers and for the model card: `title`, `description`, `licence` (the model's, by its SPDX name),
-    `contact` and `link` (of a web page), each of up to 500 characters."""
+    """Words for volunteers and for the model card: `title`, `description`, `licence` (the model's, ideally its SPDX
+    name), `contact` and `link` (of a web page), each of up to 500 characters."""
 
     title: Words | None = None
     description: Words | None = None
