@@ -193,9 +193,7 @@ def test_a_mistake_in_run_toml_is_found_before_anything_slow_is_imported(
     assert "not valid TOML" in done.stderr
 
 
-def test_run_needs_warns_of_a_run_that_ends_before_its_decay(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_run_needs_warns_of_a_run_that_ends_before_its_decay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "opendiloco.model.build", None)  # the warning comes before this slow import
     run_toml = tmp_path / "run.toml"
     run_toml.write_text(re.sub(r"(?m)^outer_steps = .*", "outer_steps = 1", (ROOT / "examples/tiny.toml").read_text()))
