@@ -12,7 +12,7 @@ from opendiloco.config.model import ModelSection
 from opendiloco.config.overrides import why_not_followed
 from opendiloco.config.run_config import RunConfig
 from opendiloco.data.hub import is_local_path
-from opendiloco.data.own_files import OwnFiles, is_local, volunteered
+from opendiloco.data.own_files import OwnFiles, is_local, local_sources, volunteered
 from opendiloco.errors import DataError
 from peers.errors import ManifestError, SwarmUnreachableError
 from peers.log.settings import RunSettings
@@ -116,6 +116,13 @@ def local_tables(config: RunConfig) -> dict[str, str]:
         for table, path in paths.items()
         if path is not None and (is_local_path(path) or (is_file and table == "tokenizer"))
     }
+
+
+def join_options(run: Run) -> str:
+    """Return the options that `diloco-peer join` needs for this run besides the run itself, each after a space."""
+    ticket = " --ticket TICKET" * run.manifest.is_by_invitation
+    folders = " --data FOLDER" * len(local_sources(run.config.data))
+    return ticket + folders + "".join(f" --{table} PATH" for table in local_tables(run.config))
 
 
 def with_own_files(config: RunConfig, own: OwnFiles) -> RunConfig:

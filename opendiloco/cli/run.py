@@ -232,17 +232,15 @@ def _warnings_last() -> Iterator[None]:
 
 def _next_lines(run: Run, invite: Invite, manifest: Path, identity: Path | None) -> Iterator[str]:
     """Yield lines with the next commands to type, on volunteers' machines and on the organiser's."""
-    from opendiloco.run import local_tables
+    from opendiloco.run import join_options, local_tables
     from peers.network.contacts import host_of, is_loopback
 
     folders, is_by_invitation = local_sources(run.config.data), run.manifest.is_by_invitation
     is_here = all(map(is_loopback, map(host_of, invite.addresses)))
     where = "this" if is_here else "any"
     yield f"To train in it, type on {where} machine:"
-    ticket = " --ticket TICKET" if is_by_invitation else ""
-    own = "".join(f" --{table} PATH" for table in local_tables(run.config))
-    yield f"  diloco-peer join --run {invite}{ticket}{' --data FOLDER' * len(folders)}{own}"
-    if own:
+    yield f"  diloco-peer join --run {invite}{join_options(run)}"
+    if local_tables(run.config):
         yield "Each PATH is a copy, on that machine, of this machine's model or tokenizer."
     if folders:
         each = "Each FOLDER" if len(folders) > 1 else "FOLDER"
@@ -300,6 +298,7 @@ def _needs(
     from opendiloco.run import with_own_files
 
     config = with_own_files(RunConfig.from_toml(run_toml), OwnFiles(model, tokenizer))
+    _warn_of_schedules(config)
     logger.info("building the model")
     from opendiloco.model.build import sized_skeleton  # slow import, so errors in run.toml are reported first
     from opendiloco.workers.needs import needs_lines, needs_of
@@ -336,7 +335,6 @@ def _check(config: RunConfig, without_text: bool = False) -> None:
     Raises: ManifestError; DataError, also for local text that is not here, unless it is known to be elsewhere: the run
     has its digest, or is created `without_text`.
     """
-    from opendiloco.config.overrides import NO_OVERRIDES
     from opendiloco.data.tokenizer import build_tokenizer
     from opendiloco.model.build import build_skeleton
     from opendiloco.training.optimizers import check_inner_optimizer
@@ -345,12 +343,7 @@ def _check(config: RunConfig, without_text: bool = False) -> None:
     momentum = config.outer_optimizer.momentum
     if config.codec.kind == "sparse" and momentum > 0:
         logger.warning("outer_optimizer.momentum = %g overshoots with codec.kind = 'sparse'; set it to 0", momentum)
-    for part in _beyond_schedules(config, NO_OVERRIDES):
-        logger.warning(
-            "%s; the learning rate is then 0. Lengthen the schedule, or shorten the run, here or later with "
-            "`run amend --outer-steps`",
-            part,
-        )
+    _warn_of_schedules(config)
     for source in local_sources(config.data):
         if source.startswith("~"):
             raise DataError(f"data.source = {source!r} has a tilde.", "Write the full path into the manifest.")
@@ -372,15 +365,18 @@ def _check(config: RunConfig, without_text: bool = False) -> None:
     build_skeleton(config, tokenizer)
 
 
-def _beyond_schedules(config: RunConfig, overrides: Overrides) -> Iterator[str]:
-    """Yield a text for each learning-rate schedule that reaches 0 at least one outer step before the run ends."""
-    steps, inner_steps = overrides.total_outer_steps(config), config.training.inner_steps
-    inner, outer, decay = config.schedule, config.outer_optimizer.schedule, overrides.decay
-    end = inner.total_steps if decay is None else decay.end * inner_steps
-    if end is not None and inner.final_fraction == 0 and (steps - 1) * inner_steps >= end:
-        yield f"schedule ends after {end:,} inner steps, and the run after {steps * inner_steps:,}"
-    if outer and outer.total_steps is not None and outer.final_fraction == 0 and steps > outer.total_steps:
-        yield f"outer_optimizer.schedule ends after {outer.total_steps:,} outer steps, and the run after {steps:,}"
+def _warn_of_schedules(config: RunConfig) -> None:
+    """Log a warning for each learning-rate schedule that ends before the run, or decays only after the run."""
+    from opendiloco.config.overrides import NO_OVERRIDES
+
+    for part in NO_OVERRIDES.beyond_schedules(config):
+        logger.warning(
+            "%s; the learning rate is then 0. Lengthen the schedule, or shorten the run, here or later with "
+            "`run amend --outer-steps`",
+            part,
+        )
+    for part in config.undecayed_schedules():
+        logger.warning("%s. Lengthen the run or shorten the schedule, unless you steer the run with `run amend`", part)
 
 
 def _with_digest(config: RunConfig, table: str, digest: str) -> RunConfig:
@@ -694,6 +690,6 @@ def _objection(view: RunView, overrides: Overrides, changes: Mapping[str, Any]) 
     least = first + streams
     if overrides.total_outer_steps(view.run.config) < least:
         return f"outer_steps = {overrides.outer_steps}: the run has taken {taken} outer steps. Use {least} or more."
-    if beyond := next(_beyond_schedules(view.run.config, overrides), None):
+    if beyond := next(overrides.beyond_schedules(view.run.config), None):
         return f"{beyond}; the learning rate is then 0. Give fewer --outer-steps, or add --decay-steps."
     return ""

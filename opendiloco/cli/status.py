@@ -86,6 +86,7 @@ class _ListedRun:
         """Yield lines of text about the run. Control characters are replaced, because a stranger may have written the
         run's texts."""
         from opendiloco.quantities import in_words
+        from opendiloco.run import join_options
         from peers.values.wire import printable
 
         yield self.run_id
@@ -100,7 +101,9 @@ class _ListedRun:
         yield f"  {state} · {peers} · {view.tokens_per_second:,.0f} tokens/s"
         parameters = "" if needs is None else f", {needs.host.values:,} parameters"
         yield from (f"  {line}" for line in view.run.config.about.lines())
-        yield f"  {printable(view.model)}{parameters} · data: {printable(', '.join(view.sources))}"
+        options = join_options(view.run)
+        added = options and f" · to join, add{options}"
+        yield f"  {printable(view.model)}{parameters} · data: {printable(', '.join(view.sources))}{added}"
         if self.problem:
             yield problem
         if needs is not None:

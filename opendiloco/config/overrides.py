@@ -8,7 +8,7 @@ compute different states from one log.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Self
 
 from pydantic import Field, ValidationError
@@ -112,6 +112,16 @@ class Overrides(Section):
     def total_outer_steps(self, config: RunConfig) -> int:
         """Return the run's length in outer steps: the override, or else the manifest's."""
         return config.total_outer_steps if self.outer_steps is None else self.outer_steps
+
+    def beyond_schedules(self, config: RunConfig) -> Iterator[str]:
+        """Yield a text for each learning-rate schedule that reaches 0 at least one outer step before the run ends."""
+        steps, inner_steps = self.total_outer_steps(config), config.training.inner_steps
+        inner, outer = config.schedule, config.outer_optimizer.schedule
+        end = inner.total_steps if self.decay is None else self.decay.end * inner_steps
+        if end is not None and inner.final_fraction == 0 and (steps - 1) * inner_steps >= end:
+            yield f"schedule ends after {end:,} inner steps, and the run after {steps * inner_steps:,}"
+        if outer and outer.total_steps is not None and outer.final_fraction == 0 and steps > outer.total_steps:
+            yield f"outer_optimizer.schedule ends after {outer.total_steps:,} outer steps, and the run after {steps:,}"
 
     def values(self, config: RunConfig) -> dict[str, Any]:
         """Return each key that amendments can change with its value in force, as JSON types."""

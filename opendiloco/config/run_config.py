@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -305,8 +306,8 @@ class EvaluationSection(Section):
 
 
 class AboutSection(Section):
-    """Words for volunteers and for the model card: `title`, `description`, `licence` (the model's, by its SPDX name),
-    `contact` and `link` (of a web page), each of up to 500 characters."""
+    """Words for volunteers and for the model card: `title`, `description`, `licence` (the model's, ideally its SPDX
+    name), `contact` and `link` (of a web page), each of up to 500 characters."""
 
     title: Words | None = None
     description: Words | None = None
@@ -378,6 +379,19 @@ class RunConfig(Section):
         """The length of the run in outer steps: `outer_steps` if given, else the length of the inner schedule, rounded
         up."""
         return self.outer_steps or math.ceil((self.schedule.total_steps or 0) / self.training.inner_steps)
+
+    def undecayed_schedules(self) -> Iterator[str]:
+        """Yield a text for each learning-rate schedule whose decay would begin only after the run."""
+        outer_steps = self.total_outer_steps
+        for name, section, steps, unit in (
+            ("schedule", self.schedule, outer_steps * self.training.inner_steps, "inner"),
+            ("outer_optimizer.schedule", self.outer_optimizer.schedule, outer_steps, "outer"),
+        ):
+            if section is None or section.total_steps is None or section.final_fraction == 1:
+                continue
+            warmup, stable, decay = section.phases
+            if decay and steps <= warmup + stable:
+                yield f"{name} decays only after {warmup + stable:,} {unit} steps, and the run ends after {steps:,}"
 
     @classmethod
     def from_toml(cls, path: Path) -> Self:

@@ -18,7 +18,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from opendiloco.run import Run
+from opendiloco.run import Run, join_options
 from opendiloco.storage.run_folder import HeldOutCurve
 from opendiloco.view.amended import changed_values, changes_in_words
 from opendiloco.view.chronicle import KEPT, Change, Chronicle, Record, Signatures
@@ -327,7 +327,7 @@ class RunHistory:
         return self.summary() | {
             "organiser": view.run.manifest.organiser,
             "about": config.about.lines(),
-            "join": self._join and self._join + " --ticket TICKET" * view.run.manifest.is_by_invitation,
+            "join": self._join and self._join + join_options(view.run),
             "model": view.model,
             "data": view.sources,
             "inner_steps": config.training.inner_steps,

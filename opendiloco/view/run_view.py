@@ -109,10 +109,12 @@ class Agreement:
 
     def __init__(self) -> None:
         self._digests: dict[int, dict[tuple[bytes, bytes], set[str]]] = defaultdict(lambda: defaultdict(set))
+        self._heads: dict[int, dict[bytes, set[str]]] = defaultdict(lambda: defaultdict(set))  # also those of archives
 
     def observe(self, heartbeats: Iterable[Heartbeat]) -> None:
         """Record the digests of the log and of the model's state that the heartbeats report."""
         for beat in heartbeats:
+            self._heads[beat.index][beat.head].add(beat.peer)
             if beat.state is not PeerState.ARCHIVING:  # an archive has no state to compare
                 self._digests[beat.index][beat.head, beat.state_digest].add(beat.peer)
 
@@ -149,7 +151,12 @@ class Agreement:
             places = ", ".join(str(index) for index in self.disagreements)
             return f"the peers DISAGREE at outer step {places}: their log or state digests differ"
         if not self.compared:
-            return "no two peers have reported a state digest at the same outer step yet: nothing to compare"
+            logs = [groups for groups in self._heads.values() if len(set[str]().union(*groups.values())) > 1]
+            if not logs:
+                return "no two peers have reported a state digest at the same outer step yet: nothing to compare"
+            peers = len({peer for groups in logs for group in groups.values() for peer in group})
+            verb = "DIFFER" if any(len(groups) > 1 for groups in logs) else "agree"
+            return f"the logs of {peers} peers {verb}; no two have reported a state digest at the same outer step yet"
         plural = "s" if self.compared > 1 else ""
         return f"all log and state digests agree ({self.compared} outer step{plural} compared)"
 

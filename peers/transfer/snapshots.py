@@ -352,8 +352,9 @@ class Snapshotter:
         """
         log = self._peer.settled
         if (self._is_chosen(log) or self._cache.new_enough(0) is None) and not await self._freeze(log.position):
-            logger.info(
-                "made no snapshot of outer step %d: there is no room for it while a joiner fetches an older one",
+            logger.debug(
+                "made no snapshot of outer step %d: another peer still fetches an older one. Harmless: joiners replay "
+                "the entries since",
                 log.position.index,
             )
 

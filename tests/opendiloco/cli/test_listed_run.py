@@ -37,6 +37,7 @@ def test_a_run_says_who_is_there_and_what_it_takes(small_config: RunConfig) -> N
     lines = list(listed.lines())
     assert lines[0] == run.run_id
     assert f"outer step 2/{small_config.total_outer_steps} · 1" in lines[1]
+    assert lines[2].endswith(" · to join, add --data FOLDER"), "regression: the line that was typed lacked it"
     assert f"needs a GPU with {in_words(needs.device_memory)}" in lines[3]
 
 
@@ -73,7 +74,7 @@ def test_a_run_says_what_it_is_for(small_content: dict[str, Any]) -> None:
     shown = history.sections()["run"]
     assert (shown["about"], shown["join"]) == (
         said,
-        f"diloco-peer join diloco:{run.run_id}@/ip4/192.0.2.2/tcp/1/p2p/A,/ip4/192.0.2.3/tcp/1/p2p/B",
+        f"diloco-peer join diloco:{run.run_id}@/ip4/192.0.2.2/tcp/1/p2p/A,/ip4/192.0.2.3/tcp/1/p2p/B --data FOLDER",
     )
     assert RunHistory(run).sections()["run"]["join"] == ""
 
@@ -92,6 +93,15 @@ def test_words_about_a_run_that_are_refused(key: str, value: str, said: str, sma
         RunConfig.from_manifest_content(small_content | {"about": {key: value}})
     assert f"about.{key} = " in str(caught.value)
     assert said in str(caught.value)
+
+
+def test_the_page_of_a_run_by_invitation_names_all_that_join_needs(small_content: dict[str, Any]) -> None:
+    """Regression: the line on the page lacked `--data`."""
+    run = Run.sign(
+        RunConfig.from_manifest_content(small_content | {"admission": {"mode": "invite"}}), Identity.generate()
+    )
+    shown = RunHistory(run, addresses=("/ip4/192.0.2.2/tcp/1/p2p/A",)).sections()["run"]
+    assert shown["join"].endswith("/p2p/A --ticket TICKET --data FOLDER")
 
 
 def test_a_strangers_words_do_not_rewrite_the_list(small_content: dict[str, Any]) -> None:

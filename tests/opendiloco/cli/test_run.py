@@ -14,7 +14,7 @@ from click.testing import CliRunner, Result
 
 from opendiloco.cli import main
 from opendiloco.cli.options import INITIAL_PEERS
-from opendiloco.cli.run import _beyond_schedules, _check, _next_lines
+from opendiloco.cli.run import _check, _next_lines
 from opendiloco.config.overrides import NO_OVERRIDES
 from opendiloco.config.run_config import RunConfig
 from opendiloco.run import Run
@@ -117,8 +117,48 @@ def test_a_run_that_is_longer_than_a_schedule_is_warned_of(
     content = small_content | {"outer_steps": outer_steps, "schedule": schedule}
     content["training"] = small_content["training"] | {"inner_steps": 10}
     content["outer_optimizer"] = {"schedule": outer_schedule}
-    said = list(_beyond_schedules(RunConfig.from_manifest_content(content), NO_OVERRIDES))
+    said = list(NO_OVERRIDES.beyond_schedules(RunConfig.from_manifest_content(content)))
     assert (len(said), warned in "".join(said)) == (bool(warned), True)
+
+
+@pytest.mark.parametrize(
+    ("outer_steps", "schedule", "outer_schedule", "warned"),
+    [
+        (7, {"warmup_steps": 10, "stable_steps": 50, "decay_steps": 20}, None, []),
+        (
+            6,
+            {"warmup_steps": 10, "stable_steps": 50, "decay_steps": 20},
+            None,
+            ["schedule decays only after 60 inner steps, and the run ends after 60"],
+        ),
+        (6, {"warmup_steps": 10, "stable_steps": 50, "decay_steps": 0}, None, []),
+        (6, {"warmup_steps": 10, "stable_steps": 50, "decay_steps": 20, "final_fraction": 1}, None, []),
+        (6, {"warmup_tokens": 10, "stable_tokens": 5000, "decay_tokens": 20}, None, []),
+        (
+            6,
+            {"kind": "constant", "warmup_steps": 10},
+            {"kind": "cosine", "warmup_steps": 6, "decay_steps": 2},
+            ["outer_optimizer.schedule decays only after 6 outer steps, and the run ends after 6"],
+        ),
+    ],
+)
+def test_a_run_that_ends_before_a_schedule_decays_is_warned_of(
+    small_content: dict[str, Any],
+    caplog: pytest.LogCaptureFixture,
+    outer_steps: int,
+    schedule: dict[str, Any],
+    outer_schedule: dict[str, Any] | None,
+    warned: list[str],
+) -> None:
+    """Regression: a run ended at the peak learning rate, and neither `run create` nor `run needs` warned of it."""
+    content = small_content | {"outer_steps": outer_steps, "schedule": schedule}
+    content["training"] = small_content["training"] | {"inner_steps": 10}
+    content["outer_optimizer"] = {"schedule": outer_schedule}
+    config = RunConfig.from_manifest_content(content)
+    assert list(config.undecayed_schedules()) == warned
+    _check(config)
+    assert all(text in caplog.text for text in warned)
+    assert "run amend" in caplog.text or not warned
 
 
 def test_the_example_is_a_run_that_can_be_created(tmp_path: Path) -> None:
@@ -126,7 +166,7 @@ def test_the_example_is_a_run_that_can_be_created(tmp_path: Path) -> None:
     assert done.exit_code == 0
     (tmp_path / "run.toml").write_text(done.stdout)
     config = RunConfig.from_toml(tmp_path / "run.toml")
-    assert list(_beyond_schedules(config, NO_OVERRIDES)) == []
+    assert [*NO_OVERRIDES.beyond_schedules(config), *config.undecayed_schedules()] == []
     assert {source.source for source in config.data.all_sources} == {"stdlib"}, "nothing is downloaded"
 
 
@@ -151,6 +191,14 @@ def test_a_mistake_in_run_toml_is_found_before_anything_slow_is_imported(
     done = CliRunner().invoke(main, ["run", *command, "run.toml"])
     assert done.exit_code == 3
     assert "not valid TOML" in done.stderr
+
+
+def test_run_needs_warns_of_a_run_that_ends_before_its_decay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "opendiloco.model.build", None)  # the warning comes before this slow import
+    run_toml = tmp_path / "run.toml"
+    run_toml.write_text(re.sub(r"(?m)^outer_steps = .*", "outer_steps = 1", (ROOT / "examples/tiny.toml").read_text()))
+    done = CliRunner().invoke(main, ["run", "needs", str(run_toml)])
+    assert "WARNING schedule decays only after" in done.stderr
 
 
 @pytest.fixture

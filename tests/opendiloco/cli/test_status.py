@@ -109,10 +109,10 @@ def test_programs_hear_that_nothing_could_be_compared(
 
 
 def test_a_peer_alone_is_not_compared(run: Run) -> None:
-    """Regression: `status` claimed that no archive was at the same outer step."""
+    """Regression: `status` found nothing to compare beside an archive with the same log at the same outer step."""
     seen = [beat("a", 5, 5), beat("b", 5, 5).model_copy(update={"state": PeerState.ARCHIVING})]
     lines = [str(part) for part in module._picture(RunView(run, seen), SignedHeads(run.run_id), {}).renderables]
-    assert lines[-1] == "no two peers have reported a state digest at the same outer step yet: nothing to compare"
+    assert lines[-1] == "the logs of 2 peers agree; no two have reported a state digest at the same outer step yet"
 
 
 def test_a_volunteer_of_this_machine_that_is_paused_is_shown_as_such(run: Run) -> None:

@@ -46,6 +46,15 @@ def test_peers_at_one_place_are_compared_whenever_they_were_there() -> None:
     assert "DISAGREE at outer step 1" in str(agreement)
 
 
+def test_the_logs_of_peers_without_two_state_digests_are_compared() -> None:
+    agreement = Agreement()
+    agreement.observe([beat("a", 1, 7), beat("b", 1, state=PeerState.ARCHIVING)])
+    assert agreement.verdict is None
+    assert str(agreement).startswith("the logs of 2 peers agree; no two have reported a state digest")
+    agreement.observe([beat("c", 1, state=PeerState.ARCHIVING).model_copy(update={"head": bytes(32)})])
+    assert str(agreement).startswith("the logs of 3 peers DIFFER")
+
+
 def test_a_disagreement_is_not_forgotten() -> None:
     """A peer that forked and took the others' state later has forked all the same."""
     agreement = Agreement()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from contextlib import suppress
 
 import pytest
@@ -112,6 +113,25 @@ def test_what_was_asked_for_gives_way_at_a_chosen_entry() -> None:
         assert not frozen.holds(asked)
 
     asyncio.run(scenario())
+
+
+def test_a_snapshot_without_room_is_no_line_of_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    """Regression: four lines in 20 seconds told volunteers of something harmless."""
+
+    async def scenario() -> None:
+        frozen = Frozen()
+        for place in range(1, 4):
+            frozen.step(log_at(place * EVERY))
+            await frozen.snapshotter.freeze_if_due()
+            frozen.fetch_from(frozen.told[0])
+            frozen.fetch_from(frozen.told[-1])
+        assert [snapshot.index for snapshot in frozen.told] == [EVERY, 2 * EVERY]
+
+    with caplog.at_level(logging.DEBUG, "peers.transfer.snapshots"):
+        asyncio.run(scenario())
+    [line] = [record for record in caplog.records if "made no snapshot" in record.message]
+    assert line.levelno == logging.DEBUG
+    assert "another peer still fetches an older one" in line.message
 
 
 @pytest.mark.parametrize("cycle", [1.0, 30.0, LEAVE])
