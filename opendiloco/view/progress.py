@@ -76,7 +76,7 @@ CURVE_WIDTH = 40  # characters of the loss curve, which fit into a line of 80 co
 
 @dataclass(frozen=True)
 class _Work:
-    """The progress of a phase that began `seconds` ago. `share` is the part of the phase that is done (0 to 1), or None
+    """The progress of a phase that has taken `seconds`. `share` is the part of the phase that is done (0 to 1), or None
     if unknown."""
 
     share: float | None = None
@@ -221,24 +221,27 @@ class ProgressReader:
     def read(self) -> ProgressReport:
         """Return a report of the volunteer's progress at this moment."""
         now, facts, config = time.monotonic(), self._facts(), self._run.config
-        own, download, share = facts.heartbeats[0], facts.download, None
+        own, download, training, share = facts.heartbeats[0], facts.download, config.training, None
         phase = FINISHED if is_finished(own, config) else OF_STATES[facts.state]
         if phase in ROUTINE and facts.trains_on:
             phase = TRAINING
         if phase != self._phase:
             self._phase, self._since = phase, now
+        seconds = now - self._since
         if own.loss is not None and (own.index, own.inner_step) > self._last_step:
             self._last_step = own.index, own.inner_step
             self._losses.append(own.loss)
-        if phase == TRAINING:
-            share = own.inner_step / config.training.inner_steps
+        if phase == TRAINING and own.tokens_per_second:
+            # By the speed: a phase that lasts for many outer steps, or includes a pause, began too early to tell.
+            share = own.inner_step / training.inner_steps
+            seconds = own.inner_step * training.batch_size * training.sequence_length / own.tokens_per_second
         elif phase == DOWNLOADING and download is not None:
             share = min(sum(download.fetched.values()) / download.size, 1.0)
         return ProgressReport(
             view=RunView(self._run, facts.heartbeats),
             facts=facts,
             phase=phase,
-            work=_Work(share, now - self._since),
+            work=_Work(share, seconds),
             losses=tuple(self._losses),
             contribution=self._standing(own.peer, facts.log),
             up=self._up.rate(facts.sent, now),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import replace
 from datetime import datetime
 from types import SimpleNamespace
@@ -24,6 +25,7 @@ from opendiloco.view.progress import (
     TRAINING,
     Fragments,
     OwnFacts,
+    ProgressReader,
     ProgressReport,
     _curve,
     _explanations,
@@ -213,6 +215,22 @@ def test_a_download_names_its_donors_and_rate(progress: ProgressReport) -> None:
 def test_a_pause_says_why(progress: ProgressReport) -> None:
     paused = replace(progress, pause_reasons=("on battery", "game runs"))
     assert _progress_lines(paused)[0] == "outer step 12/40 · paused: on battery, game runs"
+
+
+def test_the_next_round_is_as_far_as_the_speed_says_however_many_outer_steps_the_screen_has_missed(
+    progress: ProgressReport, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: where rounds are shorter than the time between two updates, training seemed to be one phase."""
+    beats = [own_beat(index=12), own_beat(index=40, inner_step=0), own_beat(index=40, tokens_per_second=0.0)]
+    facts = iter([replace(progress.facts, heartbeats=[own]) for own in (beats[0], *beats)])
+    reader = ProgressReader(progress.view.run, lambda: next(facts), tuple)
+    reader.read()
+    now = time.monotonic()
+    monkeypatch.setattr("opendiloco.view.progress.time.monotonic", lambda: now + 60)
+    training = progress.view.run.config.training
+    expected = 150 * training.batch_size * training.sequence_length / 12345.6
+    assert reader.read().work.left == pytest.approx(expected)
+    assert [reader.read().work.left for _ in beats[1:]] == [None, None]
 
 
 @pytest.mark.parametrize(
