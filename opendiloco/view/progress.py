@@ -69,6 +69,7 @@ ABOUT_DATA = ("tokenizing ", "downloading ", "checking ", "waiting for tokens")
 """Beginnings of the names of stages that prepare data."""
 LOSSES = 2000  # number of newest inner steps in the loss curve
 RATE_SECONDS = 5.0  # seconds over which a traffic rate is averaged
+SHOWN_SENDING = 1.0  # least seconds of a contribution in the run's first format that the screen shows
 REASON_LENGTH = 78  # characters of a compiler's error that fit into a line of 80 columns
 BARS = "▁▂▃▄▅▆▇█"
 CURVE_WIDTH = 40  # characters of the loss curve, which fit into a line of 80 columns
@@ -348,8 +349,9 @@ def _progress_lines(progress: ProgressReport) -> list[str]:
         lines.append(f"contributed {_contributed(progress.contribution)}")
     up, down = _rate(progress.up, facts.caps.upload), _rate(progress.down, facts.caps.download)
     lines.append(f"up {up} ({in_words(facts.sent)}) · down {down} ({in_words(facts.received)})")
-    if facts.sending is not None and facts.sending.uplink:
-        lines.append(_sending(facts.sending, progress.view.run.config.codec))
+    sending = facts.sending
+    if sending is not None and sending.uplink and (sending.format or sending.seconds >= SHOWN_SENDING):
+        lines.append(_sending(sending, progress.view.run.config.codec))
     lines += progress.month
     if progress.machine:
         lines.append(f"this machine: {progress.machine}")

@@ -37,6 +37,7 @@ from opendiloco.view.progress import (
     _Work,
 )
 from opendiloco.view.run_view import RunView
+from peers.driver.training import Sending
 from peers.log.folder import RunLog
 from peers.network.throttle import Caps
 from peers.presence.heartbeat import Heartbeat, HeldOutLoss, PeerState
@@ -210,6 +211,27 @@ def test_a_download_names_its_donors_and_rate(progress: ProgressReport) -> None:
     downloading = replace(progress, facts=facts, phase=DOWNLOADING, work=_Work(0.5, 30), down=80e6 / 8)
     expected = "outer step 12/40 · downloading the state from 2 donors at 80.0 Mbit/s 50%, about 30 s left"
     assert _progress_lines(downloading)[0] == expected
+
+
+@pytest.mark.parametrize(
+    ("sending", "shown"),
+    [
+        (Sending(0, 1e5, 250e3, 1.0), []),
+        (Sending(0, 1e6, 0.0, 2.0), []),
+        (Sending(0, 1e6, 1e6, 2.0), ["uplink 8 Mbit/s: sending int8, 1 s of 2 s"]),
+        (Sending(1, 1e5, 250e3, 1.0), ["uplink 2 Mbit/s: sending e2m1, 0 s of 1 s"]),
+    ],
+    ids=["little data", "not measured", "much data", "a thinner format"],
+)
+def test_the_uplink_is_shown_when_it_costs_time_or_bits(
+    progress: ProgressReport, sending: Sending, shown: list[str]
+) -> None:
+    """Regression: a round of little data measures no uplink, and showed 2 Mbit/s of a link with 1,200."""
+    changes = {"codec": {"kind": "int8", "contributions": ["int8", "e2m1"]}}
+    run = Run.sign(progress.view.run.config.changed(changes), Identity.generate())
+    view = RunView(run, progress.facts.heartbeats)
+    sent = replace(progress, facts=replace(progress.facts, sending=sending), view=view)
+    assert [line for line in _progress_lines(sent) if line.startswith("uplink")] == shown
 
 
 def test_a_pause_says_why(progress: ProgressReport) -> None:
