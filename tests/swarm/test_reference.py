@@ -53,6 +53,12 @@ kind = "sparse"
 )
 
 
+MIXED = """[codec]
+contributions = ["int8", "e2m1", "sparse"]
+
+"""
+
+
 def write_run(folder: Path, streaming: str) -> Path:
     """Write a run in which a volunteer that its machine holds up for some seconds is waited for."""
     text = TINY.read_text().replace("outer_steps = 8", f"outer_steps = {OUTER_STEPS}")
@@ -105,7 +111,7 @@ async def train_as_a_swarm(folder: Path, streaming: str, formats: Sequence[str])
     ("streaming", "formats"),
     [
         pytest.param("", (), id="plain"),
-        pytest.param("", ("sparse", "e2m1"), marks=pytest.mark.thorough, id="mixed formats"),
+        pytest.param(MIXED, ("sparse", "e2m1"), marks=pytest.mark.thorough, id="mixed formats"),
         pytest.param(STREAMING, (), marks=pytest.mark.thorough, id="streaming"),
         pytest.param(SPARSE, (), marks=pytest.mark.thorough, id="sparse"),
     ],
