@@ -3,8 +3,8 @@
 
 Each namespace has one peer, which trains for a fixed time and averages with the others. The last one has the thin
 uplink. Three swarms take turns on the same links: the others without it; all of them; and all of them while the thin
-peer may send only the run's own format, as without `codec.contributions`. A round's time is the longest of the other
-peers. An outer step's time is from one entry to the next.
+peer may send only the run's own format, as with `codec.contributions = ["int8"]`. A round's time is the longest of the
+other peers. An outer step's time is from one entry to the next.
 """
 
 from __future__ import annotations

@@ -257,9 +257,10 @@ async def take_part(transport: HivemindTransport, identity: Identity, part: Vect
 
 
 def run_config() -> RunConfig:
-    """Return the configuration of demo.toml with more outer steps than any benchmark takes."""
+    """Return the configuration of demo.toml with more outer steps than any benchmark takes, and all thinner formats."""
     config = RunConfig.from_toml(Path(opendiloco.__file__).with_name("demo.toml"))
-    return config.model_copy(update={"outer_steps": OUTER_STEPS})
+    formats = {"contributions": ["int8", "e2m1", "sparse"]}
+    return config.changed({"outer_steps": OUTER_STEPS, "codec": formats})
 
 
 async def follow(transport: HivemindTransport, part: VectorPeerOptions) -> None:

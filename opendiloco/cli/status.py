@@ -101,9 +101,9 @@ class _ListedRun:
         yield f"  {state} · {peers} · {view.tokens_per_second:,.0f} tokens/s"
         parameters = "" if needs is None else f", {needs.host.values:,} parameters"
         yield from (f"  {line}" for line in view.run.config.about.lines())
-        options = join_options(view.run)
-        added = options and f" · to join, add{options}"
-        yield f"  {printable(view.model)}{parameters} · data: {printable(', '.join(view.sources))}{added}"
+        yield f"  {printable(view.model)}{parameters} · data: {printable(', '.join(view.sources))}"
+        if options := join_options(view.run):
+            yield f"  to join, add{options}"
         if self.problem:
             yield problem
         if needs is not None:

@@ -232,10 +232,11 @@ class ProgressReader:
         if own.loss is not None and (own.index, own.inner_step) > self._last_step:
             self._last_step = own.index, own.inner_step
             self._losses.append(own.loss)
-        if phase == TRAINING and own.tokens_per_second:
-            # By the speed: a phase that lasts for many outer steps, or includes a pause, began too early to tell.
+        waits = 0.0 if facts.fragments is None else facts.fragments.wait_share
+        if phase == TRAINING and (speed := own.tokens_per_second * (1 - waits)) > 0:
+            # By the speed, which leaves out waits for averages: a phase may span many outer steps, or include a pause.
             share = own.inner_step / training.inner_steps
-            seconds = own.inner_step * training.batch_size * training.sequence_length / own.tokens_per_second
+            seconds = own.inner_step * training.batch_size * training.sequence_length / speed
         elif phase == DOWNLOADING and download is not None:
             share = min(sum(download.fetched.values()) / download.size, 1.0)
         return ProgressReport(

@@ -37,8 +37,8 @@ def test_a_run_says_who_is_there_and_what_it_takes(small_config: RunConfig) -> N
     lines = list(listed.lines())
     assert lines[0] == run.run_id
     assert f"outer step 2/{small_config.total_outer_steps} · 1" in lines[1]
-    assert lines[2].endswith(" · to join, add --data FOLDER"), "regression: the line that was typed lacked it"
-    assert f"needs a GPU with {in_words(needs.device_memory)}" in lines[3]
+    assert lines[3] == "  to join, add --data FOLDER", "regression: the line that was typed lacked it"
+    assert f"needs a GPU with {in_words(needs.device_memory)}" in lines[4]
 
 
 def test_a_run_of_another_version_says_so() -> None:

@@ -239,18 +239,20 @@ def test_a_pause_says_why(progress: ProgressReport) -> None:
     assert _progress_lines(paused)[0] == "outer step 12/40 · paused: on battery, game runs"
 
 
+@pytest.mark.parametrize("fragments", [None, replace(STREAMING, wait_share=0.5)])
 def test_the_next_round_is_as_far_as_the_speed_says_however_many_outer_steps_the_screen_has_missed(
-    progress: ProgressReport, monkeypatch: pytest.MonkeyPatch
+    progress: ProgressReport, fragments: Fragments | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Regression: where rounds are shorter than the time between two updates, training seemed to be one phase."""
     beats = [own_beat(index=12), own_beat(index=40, inner_step=0), own_beat(index=40, tokens_per_second=0.0)]
-    facts = iter([replace(progress.facts, heartbeats=[own]) for own in (beats[0], *beats)])
+    given = replace(progress.facts, fragments=fragments)
+    facts = iter([replace(given, heartbeats=[own]) for own in (beats[0], *beats)])
     reader = ProgressReader(progress.view.run, lambda: next(facts), tuple)
     reader.read()
     now = time.monotonic()
     monkeypatch.setattr("opendiloco.view.progress.time.monotonic", lambda: now + 60)
     training = progress.view.run.config.training
-    expected = 150 * training.batch_size * training.sequence_length / 12345.6
+    expected = 150 * training.batch_size * training.sequence_length / 12345.6 * (2 if fragments else 1)
     assert reader.read().work.left == pytest.approx(expected)
     assert [reader.read().work.left for _ in beats[1:]] == [None, None]
 

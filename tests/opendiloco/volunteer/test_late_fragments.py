@@ -126,13 +126,16 @@ class Swarm:
         return digests
 
 
+MIXED = ["int8", "e2m1", "sparse"]
+
+
 @pytest.mark.parametrize(
     ("codec", "streaming"),
     [
         pytest.param({"kind": "int8", "contributions": ["int8"]}, {"overlap": 0}, marks=pytest.mark.thorough),
         ({"kind": "e3m0", "rounding": "stochastic"}, {"overlap": 2, "alpha": 0.5}),
-        pytest.param({"kind": "int8"}, {"overlap": 1}, marks=pytest.mark.thorough),
-        ({"kind": "int8", "rounding": "stochastic", "error_feedback": 0.5}, {"overlap": 1}),
+        pytest.param({"contributions": MIXED}, {"overlap": 1}, marks=pytest.mark.thorough),
+        ({"contributions": MIXED, "rounding": "stochastic", "error_feedback": 0.5}, {"overlap": 1}),
         ({"kind": "sparse"}, {"overlap": 1}),
     ],
     ids=["all wait", "chance", "mixed formats", "mixed formats, chance, feedback", "what payloads leave out"],
