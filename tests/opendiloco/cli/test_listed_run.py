@@ -109,7 +109,7 @@ def test_a_strangers_words_do_not_rewrite_the_list(small_content: dict[str, Any]
     content = small_content | {"data": {"source": words}, "model": {"path": f"./{words}", "digest": "0" * 64}}
     run = Run.sign(RunConfig.from_manifest_content(content), Identity.generate())
     lines = list(ListedRun(run.run_id, f"one\n  two {words}", RunView(run, ())).lines())
-    assert len(lines) == 4
+    assert len(lines) == 5
     assert all(line.replace("\n", "").isprintable() for line in lines)
     assert "official-run" in lines[2]
     assert "\n" not in lines[2]
