@@ -172,10 +172,11 @@ OURS = {
     "name",
     "model.init_seed",
     *(f"data.sources.{place}.{key}" for place in range(5) for key in ("shards", "windows_per_shard")),
+    "codec.contributions",
     "rounds.grace_seconds",
     "rounds.round_timeout_seconds",
 }
-"""What no other code has, or needs: how a swarm of ours reads the data and waits for its peers."""
+"""What no other code has, or needs: how a swarm of ours reads the data, waits for its peers and takes thin uplinks."""
 
 
 def flat(table: Any, path: str = "") -> dict[str, Any]:
