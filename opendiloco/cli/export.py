@@ -92,9 +92,8 @@ def _typed_line(kept: Path) -> str:
                     options += [each.opts[0], without_secrets(str(one))]
                 else:
                     arguments.append(str(one))
-    if any(each.startswith("-") for each in arguments):
-        options.append("--")
-    return command_line(str(context.info_name), [*options, *arguments])
+    end = ["--"] if any(each.startswith("-") for each in arguments) else []
+    return command_line(str(context.info_name), options, end, arguments)
 
 
 def _place_of(

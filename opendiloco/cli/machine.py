@@ -320,9 +320,10 @@ def _install(system: bool, prints: bool, arguments: tuple[str, ...]) -> None:
     if system:
         low = [f"port {port}" for _, _, port in tcp_ports(checked.params) if 0 < port < 1024]
         paths = filter(None, map(checked.params.get, ("identity", "directory", "archive")))
-        outside = [str(path) for path in paths if not Path("/var/lib", name, path).is_relative_to(f"/var/lib/{name}")]
+        home = Path("/var/lib", name)
+        outside = [str(path) for path in paths if not (home / path).is_relative_to(home)]
         if forbidden := ", ".join(dict.fromkeys((*low, *outside))):
-            remedy = f"Choose ports from 1024 on, and paths in /var/lib/{name}."
+            remedy = f"Choose ports from 1024 on, and paths in {home}."
             click.echo(f"warning: the unit's user may not use {forbidden}. {remedy}", err=True)
     folder = Path("/etc/systemd/system") if system else default_settings_path().parents[1] / "systemd" / "user"
     own = f"DynamicUser=yes\nStateDirectory={name}\nWorkingDirectory=%S/{name}\nEnvironment=HOME=%S/{name}"

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from opendiloco.config.run_config import RunConfig
 from opendiloco.evaluation_turns import bits_per_byte, loss_in_words
@@ -121,7 +121,7 @@ class Agreement:
     @property
     def compared(self) -> int:
         """The number of outer steps at which at least two peers have reported digests."""
-        return sum(len(set().union(*groups.values())) > 1 for groups in self._digests.values())
+        return sum(len(_peers_in(groups)) > 1 for groups in self._digests.values())
 
     @property
     def disagreements(self) -> tuple[int, ...]:
@@ -151,14 +151,19 @@ class Agreement:
             places = ", ".join(str(index) for index in self.disagreements)
             return f"the peers DISAGREE at outer step {places}: their log or state digests differ"
         if not self.compared:
-            logs = [groups for groups in self._heads.values() if len(set[str]().union(*groups.values())) > 1]
+            logs = [groups for groups in self._heads.values() if len(_peers_in(groups)) > 1]
             if not logs:
                 return "no two peers have reported a state digest at the same outer step yet: nothing to compare"
-            peers = len({peer for groups in logs for group in groups.values() for peer in group})
+            peers = len(set().union(*map(_peers_in, logs)))
             verb = "DIFFER" if any(len(groups) > 1 for groups in logs) else "agree"
             return f"the logs of {peers} peers {verb}; no two have reported a state digest at the same outer step yet"
         plural = "s" if self.compared > 1 else ""
         return f"all log and state digests agree ({self.compared} outer step{plural} compared)"
+
+
+def _peers_in(groups: Mapping[Any, set[str]]) -> set[str]:
+    """Return the peers of all groups together."""
+    return set().union(*groups.values())
 
 
 # The run ----------------------------------------------------------------------------------------------------------
